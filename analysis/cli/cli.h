@@ -1,0 +1,39 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "analysis/study.h"
+#include "core/backend.h"
+#include "core/model.h"
+
+namespace replayssm::cli {
+
+/// What a command returns to the shell: 0 done, 1 a check failed. Errors are thrown and become 2.
+using Command = std::function<int()>;
+
+/// Options that several commands share.
+struct Machine {
+  int threads = 0;
+  std::string device = "cpu", precision = "fp64";
+
+  void add_to(CLI::App& app);
+  /// Throws Error for a device that this build does not have.
+  std::unique_ptr<Backend> backend() const;
+};
+
+/// Opens a model and prints its notices on standard error.
+std::unique_ptr<Model> open_model(const std::string& folder);
+
+/// A bar on standard error where that is a terminal, else nothing.
+Progress progress_bar();
+
+// Each adds one command with its options to `app` and returns what runs it.
+Command add_kl(CLI::App& app);
+Command add_verify(CLI::App& app);
+Command add_inspect(CLI::App& app);
+Command add_formats(CLI::App& app);
+
+}  // namespace replayssm::cli

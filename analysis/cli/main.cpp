@@ -1,0 +1,80 @@
+#include <omp.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <map>
+
+#include "analysis/cli/cli.h"
+#include "core/error.h"
+#include "core/version.h"
+
+namespace replayssm::cli {
+
+void Machine::add_to(CLI::App& app) {
+  threads = omp_get_num_procs();
+  app.add_option("--threads", threads, "Threads; results do not depend on them")->check(CLI::Range(1, 1024));
+  app.add_option("--device", device, "Where to compute: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")
+      ->check(CLI::IsMember({"fp64", "fp32"}));
+}
+
+std::unique_ptr<Backend> Machine::backend() const {
+  if (device == "cuda") fail("--device cuda: this build has no CUDA backend");
+  return reference_backend(precision == "fp32" ? Precision::fp32 : Precision::fp64, threads);
+}
+
+std::unique_ptr<Model> open_model(const std::string& folder) {
+  auto model = Model::open(folder);
+  for (const std::string& notice : model->notices()) std::cerr << "replayssm: note: " << notice << "\n";
+  return model;
+}
+
+Progress progress_bar() {
+  if (!isatty(STDERR_FILENO)) return {};
+  const auto start = std::chrono::steady_clock::now();
+  return [start, shown = -1](std::int64_t done, std::int64_t all) mutable {
+    constexpr int width = 40;
+    const int filled = static_cast<int>(done * width / all), percent = static_cast<int>(done * 100 / all);
+    if (percent == shown) return;
+    shown = percent;
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    std::fprintf(stderr, "\r[%s%s] %3d %%  %.0f s", std::string(static_cast<std::size_t>(filled), '#').c_str(),
+                 std::string(static_cast<std::size_t>(width - filled), ' ').c_str(), percent, seconds);
+    if (done == all) std::fprintf(stderr, "\r%*s\r", width + 24, "");
+    std::fflush(stderr);
+  };
+}
+
+}  // namespace replayssm::cli
+
+int main(int argc, char** argv) {
+  using namespace replayssm;
+  CLI::App app("What a state format, a replay length and shared or split precision do to a state-space language model");
+  app.set_version_flag("--version", std::string("replayssm ") + version() + " (" + build_description() + ")");
+  app.require_subcommand(1);
+  const std::map<CLI::App*, cli::Command> commands = [&] {
+    std::map<CLI::App*, cli::Command> all;
+    const auto add = [&](const char* name, const char* job, auto fill) {
+      CLI::App* command = app.add_subcommand(name, job);
+      all[command] = fill(*command);
+    };
+    add("kl", "KL report: what each policy does to the model's next-token distributions", cli::add_kl);
+    add("verify", "Compare the model's logits with those of a framework", cli::add_verify);
+    add("inspect", "Layers, dimensions, state bytes and decay half-lives of a model", cli::add_inspect);
+    add("formats", "Number formats: range, precision, codes", cli::add_formats);
+    return all;
+  }();
+  try {
+    app.parse(argc, argv);
+    return commands.at(app.get_subcommands().front())();
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    std::cerr << "replayssm: " << error.what() << " (see --help)\n";
+  } catch (const std::exception& error) {
+    std::cerr << "replayssm: " << error.what() << "\n";
+  }
+  return 2;
+}

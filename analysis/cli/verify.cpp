@@ -1,0 +1,77 @@
+#include "analysis/verify.h"
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "analysis/cli/cli.h"
+#include "analysis/report.h"
+
+namespace replayssm::cli {
+namespace {
+
+struct Options {
+  std::string model, golden, json;
+  double bound = 1e-4;
+  Machine machine;
+};
+
+int run(const Options& options) {
+  using Json = nlohmann::ordered_json;
+  const auto model = open_model(options.model);
+  const auto backend = options.machine.backend();
+  const Verification result = verify(*model, *backend, options.golden);
+  const bool passed = result.worst() <= options.bound;
+  if (options.json != "-") {
+    for (const auto* group : {&result.logits, &result.hidden, &result.others}) {
+      for (const Agreement& a : *group) {
+        std::printf("%-12s %-26s rel_l2 %.3e  max_abs %.3e", a.name.c_str(), a.matches.c_str(), a.rel_l2, a.max_abs);
+        if (group == &result.logits) std::printf("  argmax %.4f", a.argmax_agreement);
+        std::printf("\n");
+      }
+    }
+    std::printf("%s: worst rel_l2 %.3e, bound %.1e\n", passed ? "agrees" : "DIFFERS", result.worst(), options.bound);
+  }
+  if (!options.json.empty()) {
+    const auto group_json = [](const std::vector<Agreement>& group) {
+      Json list = Json::array();
+      for (const Agreement& a : group) {
+        list.push_back({{"name", a.name}, {"matches", a.matches}, {"rel_l2", a.rel_l2}, {"max_abs", a.max_abs}});
+      }
+      return list;
+    };
+    const Agreement& logits = result.logits.front();
+    write_text(options.json, Json{{"command", "verify"},
+                                  {"model", options.model},
+                                  {"golden", options.golden},
+                                  {"tokens", result.tokens},
+                                  {"sequences", result.sequences},
+                                  {"against", logits.name},
+                                  {"max_abs", logits.max_abs},
+                                  {"rel_l2", logits.rel_l2},
+                                  {"argmax_agreement", logits.argmax_agreement},
+                                  {"logits", group_json(result.logits)},
+                                  {"layers", group_json(result.hidden)},
+                                  {"others", group_json(result.others)},
+                                  {"worst", result.worst()},
+                                  {"bound", options.bound},
+                                  {"passed", passed}}
+                                     .dump(2) +
+                                 "\n");
+  }
+  return passed ? 0 : 1;
+}
+
+}  // namespace
+
+Command add_verify(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  app.add_option("MODEL", options->model, "Hugging Face folder")->required();
+  app.add_option("--golden", options->golden, "Safetensors file with input_ids, logits and perhaps hidden_i")
+      ->required();
+  app.add_option("--bound", options->bound, "Largest relative L2 error that passes")->capture_default_str();
+  app.add_option("--json", options->json, "Write the result as JSON to a file, or to standard output with -");
+  options->machine.add_to(app);
+  return [options] { return run(*options); };
+}
+
+}  // namespace replayssm::cli

@@ -1,0 +1,232 @@
+#include "analysis/report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "core/error.h"
+#include "core/trace.h"
+#include "core/version.h"
+
+namespace replayssm {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string format_text(const char* format, double value) {
+  if (std::isnan(value)) return "-";
+  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
+  char text[64];
+  std::snprintf(text, sizeof text, format, value);
+  return text;
+}
+
+/// Bytes with a binary unit, three significant digits.
+std::string bytes_text(double bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  for (; bytes >= 1000 && unit + 1 < std::size(units); ++unit) bytes /= 1024;
+  return format_text(bytes < 10 ? "%.2f " : bytes < 100 ? "%.1f " : "%.0f ", bytes) + units[unit];
+}
+
+std::string note(const PolicyResult& result) {
+  std::string text;
+  if (const auto event = result.first_non_finite()) {
+    text = "not finite from token " + std::to_string(event->first.step) + ", layer " + std::to_string(event->second) +
+           ", head " + std::to_string(event->first.head);
+  } else if (result.divergence.non_finite > 0) {
+    text = std::to_string(result.divergence.non_finite) + " positions not finite";
+  } else if (result.overflows() > 0) {
+    text = std::to_string(result.overflows()) + " overflows";
+  }
+  if (result.divergence.kl.infinite > 0) {
+    text += (text.empty() ? "" : "; ") + std::to_string(result.divergence.kl.infinite) + " infinite";
+  }
+  return text;
+}
+
+Json statistics_json(const DivergenceStatistics& s) {
+  return {{"mean", s.mean}, {"sem", s.sem}, {"p50", s.p50},          {"p90", s.p90},
+          {"p99", s.p99},   {"max", s.max}, {"infinite", s.infinite}};
+}
+
+Json event_json(const std::optional<std::pair<RangeEvents::Event, std::int64_t>>& event) {
+  if (!event) return nullptr;
+  return {{"token", event->first.step}, {"layer", event->second}, {"head", event->first.head}};
+}
+
+Json result_json(const PolicyResult& result) {
+  const DivergenceSummary& d = result.divergence;
+  Json layers = Json::array();
+  for (const LayerResult& layer : result.layers) {
+    layers.push_back({{"layer", layer.layer},
+                      {"kind", layer.kind},
+                      {"y_rel_l2", {{"propagated", layer.y_rel_l2}}},
+                      {"state_rel_l2", {{"propagated", layer.state_rel_l2}}},
+                      {"overflows", layer.events.overflows}});
+  }
+  return {{"policy", result.policy.text()},
+          {"control", result.policy.exact()},
+          {"kl", statistics_json(d.kl)},
+          {"kl_reverse", statistics_json(d.kl_reverse)},
+          {"top1_agreement", d.top1_agreement},
+          {"top1_ties", d.top1_ties},
+          {"delta_p", {{"rms", d.delta_p.rms}, {"p1", d.delta_p.p1}, {"p99", d.delta_p.p99}}},
+          {"overflows", result.overflows()},
+          {"first_non_finite", event_json(result.first_non_finite())},
+          {"non_finite", d.non_finite},
+          {"nll", d.nll},
+          {"nll_reference", d.nll_reference},
+          {"nll_delta", d.nll_delta},
+          {"state",
+           {{"bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence},
+            {"bytes_moved_per_token", result.cost.bytes_moved_per_token},
+            {"flushes", result.cost.flushes},
+            {"rounded_reads", result.cost.rounded_reads}}},
+          {"layers", layers}};
+}
+
+}  // namespace
+
+std::string kl_table(const std::vector<PolicyResult>& results) {
+  std::vector<std::vector<std::string>> rows = {
+      {"policy", "mean KL", "+-", "p99", "max", "top-1 %", "dNLL", "stored", "moved/token", ""}};
+  for (const PolicyResult& r : results) {
+    const DivergenceSummary& d = r.divergence;
+    rows.push_back({r.policy.text(), format_text("%.3e", d.kl.mean), format_text("%.0e", d.kl.sem),
+                    format_text("%.3e", d.kl.p99), format_text("%.3e", d.kl.max),
+                    format_text("%.2f", 100 * d.top1_agreement), format_text("%+.6f", d.nll_delta),
+                    bytes_text(r.cost.bytes_stored_per_sequence), bytes_text(r.cost.bytes_moved_per_token), note(r)});
+  }
+  std::vector<std::size_t> widths(rows[0].size(), 0);
+  for (const auto& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string out;
+  for (const auto& row : rows) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::string space(widths[i] - row[i].size(), ' ');
+      const bool left = i == 0 || i + 1 == row.size();  // names and notes to the left, figures to the right
+      line += (i ? "  " : "") + (left ? row[i] + space : space + row[i]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    out += line + "\n";
+  }
+  return out;
+}
+
+std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results) {
+  Json out = {
+      {"command", facts.command},
+      {"version", version()},
+      {"model",
+       {{"path", facts.model_path},
+        {"type", model.type()},
+        {"layers", model.layers().size()},
+        {"ssm_layers", model.ssm_layers()},
+        {"sha256", model.sha256()}}},
+      {"tokens_file", facts.tokens_path},
+      {"tokens", facts.tokens},
+      {"sequences", facts.sequences},
+      {"reference", "exact"},
+      {"device", facts.device},
+      {"precision", facts.precision},
+      {"results", Json::array()},
+      {"seconds", facts.seconds},
+      {"provenance",
+       {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", nullptr}}}};
+  for (const PolicyResult& result : results) out["results"].push_back(result_json(result));
+  return out.dump(2) + "\n";
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  if (path == "-") {
+    std::cout << text << std::flush;
+    return;
+  }
+  const std::string part = path + ".part";
+  std::ofstream out(part, std::ios::binary | std::ios::trunc);
+  out << text;
+  out.close();
+  if (!out || std::rename(part.c_str(), path.c_str()) != 0) {
+    std::remove(part.c_str());
+    fail(path, ": cannot be written");
+  }
+}
+
+struct KlFile::Impl {
+  TraceWriter file;
+  TraceShape shape;
+};
+
+KlFile::KlFile(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
+               const std::vector<Policy>& policies)
+    : impl_(std::make_unique<Impl>(Impl{TraceWriter(path), {tokens.sequences, tokens.length}})) {
+  TraceWriter& file = impl_->file;
+  file.attribute("/run", "command", facts.command);
+  file.attribute("/run", "version", std::string(version()));
+  file.attribute("/run", "build", std::string(build_description()));
+  file.attribute("/run", "git", std::string(git_revision()));
+  file.attribute("/run", "model", facts.model_path);
+  file.attribute("/run", "model_type", model.type());
+  file.attribute("/run", "model_sha256", model.sha256());
+  file.attribute("/run", "precision", facts.precision);
+  file.attribute("/run", "reference", std::string("exact"));
+  file.dataset("/run/input_ids", tokens.ids, impl_->shape, {"token id", "the tokens, [sequences, length]"});
+  for (std::size_t i = 0; i < policies.size(); ++i) {
+    file.attribute("/policies/" + std::to_string(i), "policy", policies[i].text());
+  }
+  file.flush();
+}
+
+KlFile::~KlFile() = default;
+
+void KlFile::finish(const RunFacts& facts, const std::vector<PolicyResult>& results) {
+  TraceWriter& file = impl_->file;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const PolicyResult& result = results[i];
+    const std::string at = "/policies/" + std::to_string(i) + "/";
+    const auto per_token = [&](const char* name, const char* units, const char* description, auto field) {
+      std::vector<double> values;
+      for (const TokenDivergence& token : result.tokens) values.push_back(field(token));
+      file.dataset(at + name, values, impl_->shape, {units, description});
+    };
+    per_token("kl", "nats", "KL(reference || run)", [](const auto& t) { return t.kl; });
+    per_token("kl_reverse", "nats", "KL(run || reference)", [](const auto& t) { return t.kl_reverse; });
+    per_token("nll", "nats", "-log p of the next token under the run", [](const auto& t) { return t.nll; });
+    per_token("nll_reference", "nats", "-log p of the next token under the reference",
+              [](const auto& t) { return t.reference_nll; });
+    per_token("delta_p", "probability", "p of the next token, run - reference",
+              [](const auto& t) { return t.delta_p; });
+    std::vector<std::uint8_t> agrees;
+    for (const TokenDivergence& token : result.tokens) agrees.push_back(token.top1_agrees);
+    file.dataset(at + "top1_agrees", agrees, impl_->shape, {"", "1 where the most probable token is the same"});
+
+    std::vector<std::int64_t> index, overflows;
+    std::vector<double> y, state;
+    for (const LayerResult& layer : result.layers) {
+      index.push_back(layer.layer);
+      overflows.push_back(layer.events.overflows);
+      y.push_back(layer.y_rel_l2);
+      state.push_back(layer.state_rel_l2);
+    }
+    const TraceShape layers = {std::ssize(index)};
+    file.dataset(at + "layers/index", index, layers, {"", "model layer of each SSM layer"});
+    file.dataset(at + "layers/y_rel_l2_propagated", y, layers, {"relative L2", "y = S C before D x, all tokens"});
+    file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", "state after the last token"});
+    file.dataset(at + "layers/overflows", overflows, layers, {"elements", "finite values beyond the format's range"});
+    file.attribute("/policies/" + std::to_string(i), "bytes_stored_per_sequence",
+                   result.cost.bytes_stored_per_sequence);
+    file.attribute("/policies/" + std::to_string(i), "bytes_moved_per_token", result.cost.bytes_moved_per_token);
+    file.attribute("/policies/" + std::to_string(i), "flushes", result.cost.flushes);
+  }
+  file.attribute("/run", "seconds", facts.seconds);
+  file.attribute("/run", "threads", std::int64_t{facts.threads});
+  file.finish();
+}
+
+}  // namespace replayssm

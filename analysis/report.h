@@ -1,0 +1,46 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "analysis/study.h"
+#include "core/model.h"
+
+namespace replayssm {
+
+/// What a report says about the run beside its results.
+struct RunFacts {
+  std::string command, model_path, tokens_path;
+  std::int64_t tokens = 0, sequences = 0;
+  std::string device = "cpu", precision = "fp64";
+  int threads = 1;
+  double seconds = 0;
+};
+
+/// The KL report as a table for people, one row a policy.
+std::string kl_table(const std::vector<PolicyResult>& results);
+
+/// The KL report as JSON text. KL and NLL in nats. A value that is not finite (the maximum of a KL that was infinite
+/// somewhere, everything of a run that broke) is null; the counts beside it say why.
+std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results);
+
+/// Writes text to a file, or to standard output for "-". A file is written whole or not at all.
+/// Throws Error naming the file if it cannot be written.
+void write_text(const std::string& path, const std::string& text);
+
+/// The full data of a KL run: /run and /policies/NN with per-token values and per-layer errors, units and policy text
+/// as attributes. begin() before the run marks the file incomplete, write() after it fills and finishes it.
+class KlFile {
+ public:
+  KlFile(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
+         const std::vector<Policy>& policies);
+  ~KlFile();
+  void finish(const RunFacts& facts, const std::vector<PolicyResult>& results);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace replayssm

@@ -1,0 +1,133 @@
+#pragma once
+
+// The seam between model code and what computes it. Model families are written once against these operations.
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/policy.h"
+#include "core/recurrence.h"
+#include "core/safetensors.h"
+#include "core/state.h"
+
+namespace replayssm {
+
+enum class Precision { fp32, fp64 };
+
+/// A matrix [rows, columns] of the backend's scalars, row t at t * stride. Copies and views share the storage.
+struct Tensor {
+  std::shared_ptr<void> storage;
+  std::int64_t offset = 0, rows = 0, columns = 0, stride = 0;
+
+  /// Columns first .. first + count of every row.
+  Tensor slice(std::int64_t first, std::int64_t count) const { return {storage, offset + first, rows, count, stride}; }
+  /// Rows first .. first + count.
+  Tensor range(std::int64_t first, std::int64_t count) const {
+    return {storage, offset + first * stride, count, columns, stride};
+  }
+};
+
+/// Keys and values of the tokens so far, [capacity, kv_heads head_dim] each.
+struct AttentionCache {
+  Tensor keys, values;
+  std::int64_t length = 0;
+};
+
+struct AttentionShape {
+  std::int64_t heads = 0, kv_heads = 0, head_dim = 0;
+};
+
+/// How a norm's weight enters: times w, or times 1 + w (Qwen families).
+enum class NormWeight { plain, one_plus };
+
+/// Inputs of a Mamba-2 recurrence, as in Mamba2Inputs.
+struct Mamba2Call {
+  RecurrenceShape shape;
+  Tensor x, B, C, dt;
+  const TensorView *A_log = nullptr, *dt_bias = nullptr;
+  double dt_min = 0, dt_max = 0;
+};
+
+/// Inputs of a delta-rule recurrence, as in DeltaInputs.
+struct DeltaCall {
+  RecurrenceShape shape;
+  Tensor q, k, v, gate, beta;
+  const TensorView *A_log = nullptr, *dt_bias = nullptr;
+  double beta_scale = 1;
+};
+
+/// A State in the backend's precision.
+class RecurrentState {
+ public:
+  virtual ~RecurrentState() = default;
+  virtual RangeEvents events() const = 0;
+  /// What the schedule would rebuild after the last token, [heads, head_dim, state_dim], widened to binary64.
+  virtual std::vector<double> effective() = 0;
+};
+
+/// Parts of a relative L2 error.
+struct SquaredError {
+  double difference = 0, reference = 0;
+  SquaredError& operator+=(const SquaredError& other) {
+    difference += other.difference;
+    reference += other.reference;
+    return *this;
+  }
+  /// sqrt(difference / reference); 0 where both are 0.
+  double relative() const { return difference == 0 ? 0 : std::sqrt(difference / reference); }
+};
+
+/// Tensor operations on [tokens, width] matrices, one sequence at a time, every one computed in precision().
+/// Weights are read from their file as they are and widened exactly where the precision can hold them.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual Precision precision() const = 0;
+
+  virtual Tensor zeros(std::int64_t rows, std::int64_t columns) = 0;
+  /// Rows ids of table [vocabulary, width].
+  virtual Tensor embed(const TensorView& table, std::span<const std::int32_t> ids) = 0;
+  /// x W^T + bias, W [out, in].
+  virtual Tensor linear(const Tensor& x, const TensorView& weight, const TensorView* bias = nullptr) = 0;
+  /// x += y.
+  virtual void add(Tensor& x, const Tensor& y) = 0;
+  /// x / sqrt(mean(x^2) + epsilon) over groups of `group` columns, times the weight [group] or [columns].
+  virtual Tensor rms_norm(const Tensor& x, const TensorView& weight, double epsilon, NormWeight kind,
+                          std::int64_t group) = 0;
+  /// silu(bias + sum_k w[c, k] x[t - K + 1 + k, c]) per channel; weight [channels, 1, K]. `window` [K - 1, channels]
+  /// holds the inputs before x (zeros at first; made here when empty) and is moved on.
+  virtual Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias,
+                                  Tensor& window) = 0;
+  /// x *= silu(gate).
+  virtual void multiply_silu(Tensor& x, const Tensor& gate) = 0;
+  /// x *= sigmoid(gate).
+  virtual void multiply_sigmoid(Tensor& x, const Tensor& gate) = 0;
+  /// y + D x per head; D [heads], y and x [tokens, heads head_dim].
+  virtual Tensor add_skip(const Tensor& y, const Tensor& x, const TensorView& D) = 0;
+  /// Of every `period` columns those at first .. first + count: q and gate out of [q | gate] per head.
+  virtual Tensor take(const Tensor& x, std::int64_t period, std::int64_t first, std::int64_t count) = 0;
+  /// Rotary embedding (rotate-half) of the first rotary_dim dimensions of every head; row 0 stands at `position`.
+  virtual void rope(Tensor& x, std::int64_t head_dim, std::int64_t rotary_dim, double theta, std::int64_t position) = 0;
+  /// Causal softmax(q k^T / sqrt(head_dim)) v after appending k and v to the cache.
+  virtual Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionShape& shape,
+                           AttentionCache& cache) = 0;
+
+  virtual std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy) = 0;
+  /// Advances a state by the tokens of the call; returns y = S c before D x, [tokens, heads head_dim].
+  virtual Tensor advance(RecurrentState& state, const Mamba2Call& call) = 0;
+  virtual Tensor advance(RecurrentState& state, const DeltaCall& call) = 0;
+
+  /// sum (x - reference)^2 and sum reference^2 in binary64.
+  virtual SquaredError squared_error(const Tensor& x, const Tensor& reference) = 0;
+  /// Copies to host memory, [rows, columns], widened to binary64.
+  virtual void read(const Tensor& x, double* out) = 0;
+};
+
+/// The CPU reference: Eigen for matrix products, `threads` threads, results independent of their number.
+std::unique_ptr<Backend> reference_backend(Precision precision, int threads);
+
+}  // namespace replayssm

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/safetensors.h"
+
+namespace replayssm {
+
+/// What a layer keeps between calls, for one stream and one sequence.
+struct LayerCache {
+  std::unique_ptr<RecurrentState> state;  ///< of an SSM layer; made by the caller, whose policy it has
+  Tensor conv_window;
+  AttentionCache attention;
+  std::int64_t position = 0;  ///< tokens seen
+  Tensor readout;             ///< of the last call of an SSM layer: y = S c before D x, [tokens, heads head_dim]
+};
+
+/// One layer of a model as users see it.
+struct LayerInfo {
+  std::string kind;                           ///< mamba2, gated_delta, attention
+  std::optional<RecurrenceShape> recurrence;  ///< of SSM layers
+  const TensorView *A_log = nullptr, *dt_bias = nullptr;
+};
+
+/// A language model from a Hugging Face folder: config.json and safetensors. Weights stay mapped from their files.
+class Model {
+ public:
+  /// Opens a folder and checks every tensor that the model needs: presence and shape. Throws Error naming the file, the
+  /// key or the tensor; an unknown model_type is refused by name.
+  static std::unique_ptr<Model> open(const std::filesystem::path& folder);
+  virtual ~Model() = default;
+
+  const std::string& type() const { return type_; }
+  std::int64_t vocabulary() const { return embedding_->shape[0]; }
+  std::int64_t hidden() const { return embedding_->shape[1]; }
+  const std::vector<LayerInfo>& layers() const { return layers_; }
+  std::int64_t ssm_layers() const;
+  /// SHA-256 of the weight files.
+  std::string sha256() const { return weights_.sha256(); }
+  /// What was odd about the folder but not wrong; one line each.
+  const std::vector<std::string>& notices() const { return notices_; }
+
+  /// Throws Error naming position and id where an id is not in the vocabulary.
+  Tensor embed(Backend& backend, std::span<const std::int32_t> ids) const;
+  /// Hidden states [tokens, hidden] behind layer `layer`.
+  virtual Tensor forward(Backend& backend, std::int64_t layer, const Tensor& x, LayerCache& cache) const = 0;
+  Tensor final_norm(Backend& backend, const Tensor& x) const;
+  /// Logits [tokens, vocabulary] from hidden states behind the final norm.
+  Tensor logits(Backend& backend, const Tensor& normed) const;
+
+ protected:
+  Model(Weights weights, std::string type);
+
+  const TensorView& weight(const std::string& name, std::vector<std::int64_t> shape) const;
+  const TensorView* optional_weight(const std::string& name, bool wanted, std::vector<std::int64_t> shape) const;
+  /// Finds embedding, final norm and head. A tied model uses the embedding as its head, as transformers does, and says
+  /// so in a notice where the file holds a head that differs; an untied one without a head is an Error.
+  void set_ends(const std::string& embedding, const std::string& norm, const std::vector<std::string>& heads,
+                std::int64_t vocabulary, std::int64_t hidden, bool tied);
+
+  Weights weights_;
+  std::string type_;
+  std::vector<LayerInfo> layers_;
+  std::vector<std::string> notices_;
+  double epsilon_ = 0;
+  NormWeight norm_kind_ = NormWeight::plain;
+
+ private:
+  const TensorView *embedding_ = nullptr, *norm_ = nullptr, *head_ = nullptr;
+};
+
+}  // namespace replayssm

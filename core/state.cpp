@@ -1,0 +1,505 @@
+#include "core/state.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "core/error.h"
+#include "core/lanes.h"
+
+namespace replayssm {
+namespace {
+
+template <class Event>
+void keep_earlier(std::optional<Event>& first, const std::optional<Event>& other) {
+  if (other && (!first || *other < *first)) first = other;
+}
+
+template <class Real>
+bool all_finite(const Real* x, std::int64_t n) {
+  Real sum(0);  // 0 x is 0 for finite x, else NaN
+  for (std::int64_t i = 0; i < n; ++i) sum += Real(0) * x[i];
+  return sum == Real(0);
+}
+
+}  // namespace
+
+void RangeEvents::merge(const RangeEvents& other) {
+  overflows += other.overflows;
+  keep_earlier(first_overflow, other.first_overflow);
+  keep_earlier(first_non_finite, other.first_non_finite);
+}
+
+/// The steps of one head. P rows, N columns. Record i of the ring is the (i + 1)-th token since the checkpoint; the
+/// token at hand has index held(), computes with its unrounded values and is appended unless it flushes.
+template <class Real>
+template <bool Delta, bool ColumnDecay>
+class State<Real>::Engine {
+ public:
+  Engine(State& state, Head& head, std::int64_t index, const HeadInputs<Real>& in)
+      : state_(state),
+        head_(head),
+        index_(index),
+        in_(in),
+        P(state.shape_.head_dim),
+        N(state.shape_.state_dim),
+        D(state.shape_.decay_dim()),
+        L(state.schedule_.length),
+        split_(state.schedule_.read.has_value()),
+        sequential_(state.policy_.order == Order::sequential),
+        open_(Delta && state.policy_.loop == Loop::open) {}
+
+  void run(std::int64_t tokens, Real* y, std::int64_t y_stride) {
+    if (L == 1 && !split_) {
+      eager(tokens, y, y_stride);
+    } else {
+      for (std::int64_t t = 0; t < tokens;) {
+        const std::int64_t outputs = std::min(L - 1 - head_.held, tokens - t);
+        if (outputs > 0) {
+          sequential_ ? outputs_sequential(t, outputs, y, y_stride) : outputs_closed(t, outputs, y, y_stride);
+          t += outputs;
+        } else {
+          sequential_ ? flush_sequential(t, y + t * y_stride) : flush_closed(t, y + t * y_stride);
+          ++t;
+        }
+      }
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      if (!all_finite(y + t * y_stride, P)) {
+        keep_earlier(head_.events.first_non_finite, event(t));
+        break;
+      }
+    }
+    head_.steps += tokens;
+  }
+
+  Vector effective() {
+    Vector s = head_.anchor;
+    if (head_.held == 0) return s;
+    if (sequential_) {
+      replay_records(s);
+    } else {  // the rebuild of a flush, with the newest record in the place of the token at hand
+      const std::int64_t last = head_.held - 1;
+      const Vector us = flush_updates(last, stored(last), head_.ring.u.data() + last * P);
+      Vector ignored(size(P));
+      rebuild(last, stored(last), us.data(), stored(last).w, s.data(), ignored.data());
+    }
+    return s;
+  }
+
+ private:
+  static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+  std::optional<RangeEvents::Event> event(std::int64_t t) const { return RangeEvents::Event{head_.steps + t, index_}; }
+
+  Record<Real> stored(std::int64_t i) const {
+    const Ring& r = head_.ring;
+    return {r.v.data() + i * P, r.w.data() + i * N, r.log_decay.data() + i * D, r.gain[size(i)]};
+  }
+  const Vector& read_copy() const { return split_ ? head_.read : head_.anchor; }
+
+  void decay_of(const Real* log_decay, Real* out) const {
+    using std::exp;
+    for (std::int64_t d = 0; d < D; ++d) out[d] = exp(log_decay[d]);
+  }
+
+  /// a[n] * x[n]; a view of x itself where the decay is one scalar, which is then applied after the dot product.
+  const Real* decayed(const Real* a, const Real* x, Real* scratch) const {
+    if constexpr (!ColumnDecay) return x;
+    for (std::int64_t n = 0; n < N; ++n) scratch[n] = a[n] * x[n];
+    return scratch;
+  }
+
+  /// u of one token on `rows` rows from `first`, from the state s that it meets, before its decay.
+  void form_u(const Real* s, std::int64_t first, std::int64_t rows, const Record<Real>& r, const Real* decay, Real* u) {
+    if constexpr (Delta) {
+      scratch_.resize(size(N));
+      const Real* w = decayed(decay, r.w, scratch_.data());
+      dots(s, rows, N, &w, 1, u);
+      for (std::int64_t p = 0; p < rows; ++p) {
+        const Real readout = ColumnDecay ? u[p] : Real(decay[0] * u[p]);
+        u[p] = r.gain * (r.v[first + p] - readout);
+      }
+    } else {
+      for (std::int64_t p = 0; p < rows; ++p) u[p] = r.gain * r.v[first + p];
+    }
+  }
+
+  /// Rounds rows of a stored state into their format and keeps count of what went out of range at token t.
+  void store(const Format& format, Real* s, std::int64_t rows, std::int64_t t) {
+    if (format.exact()) return;
+    const std::int64_t overflows = round_rows(format, s, rows, N);
+    if (overflows == 0) return;
+    auto& events = head_.events;
+    events.overflows += overflows;
+    keep_earlier(events.first_overflow, event(t));
+    if (!all_finite(s, rows * N)) keep_earlier(events.first_non_finite, event(t));
+  }
+
+  void store_checkpoint(std::int64_t t) {
+    store(state_.schedule_.anchor, head_.anchor.data(), P, t);
+    if (split_) {
+      head_.read = head_.anchor;
+      store(*state_.schedule_.read, head_.read.data(), P, t);
+    }
+    if (sequential_) head_.running = read_copy();
+    head_.held = 0;
+  }
+
+  /// Appends the raw fields of token t as record i, each rounded into its ring format.
+  void append(std::int64_t t, std::int64_t i) {
+    Ring& ring = head_.ring;
+    const auto& formats = state_.ring_;
+    const auto put = [](const Format& format, const Real* from, std::int64_t n, Real* to) {
+      std::copy(from, from + n, to);
+      if (!format.exact()) round_rows(format, to, 1, n);
+    };
+    put(formats.v, in_.v[t], P, ring.v.data() + i * P);
+    put(formats.w, in_.w[t], N, ring.w.data() + i * N);
+    put(formats.gain, in_.gain[t], 1, ring.gain.data() + i);
+    if (in_.rate) {
+      ring.log_decay[size(i)] = *in_.rate * ring.gain[size(i)];
+    } else {
+      put(formats.log_decay, in_.log_decay[t], D, ring.log_decay.data() + i * D);
+    }
+  }
+
+  // ---- eager ------------------------------------------------------------------------------------------------------
+
+  /// Row blocks outermost: the rows of a block stay in the first-level cache over all tokens.
+  void eager(std::int64_t tokens, Real* y, std::int64_t y_stride) {
+    constexpr std::int64_t block = 16;
+    Vector decays(size(tokens * D)), u(size(P));
+    for (std::int64_t t = 0; t < tokens; ++t) decay_of(in_.log_decay[t], decays.data() + t * D);
+    for (std::int64_t first = 0; first < P; first += block) {
+      const std::int64_t rows = std::min(block, P - first);
+      Real* s = head_.anchor.data() + first * N;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const Real* decay = decays.data() + t * D;
+        form_u(s, first, rows, in_.record(t), decay, u.data());
+        update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
+        store(state_.schedule_.anchor, s, rows, t);
+      }
+    }
+  }
+
+  // ---- closed form --------------------------------------------------------------------------------------------------
+
+  /// Decays that token i sees: out[j] = e^{g_{j+1} + ... + g_i} for the records j <= i, out[i + 1] = e^{g_0 + ... +
+  /// g_i} for the checkpoint; [i + 2, D]. Suffix sums, newest first: differences of prefix sums would cancel.
+  void suffix_decays(std::int64_t i, const Real* current, Real* out) const {
+    using std::exp;
+    const Real* ring = head_.ring.log_decay.data();
+    for (std::int64_t d = 0; d < D; ++d) {
+      Real sum(0);
+      for (std::int64_t j = i; j >= 0; --j) {
+        out[j * D + d] = exp(sum);
+        sum += j == i ? current[d] : ring[j * D + d];
+      }
+      out[(i + 1) * D + d] = exp(sum);
+    }
+  }
+
+  /// out = e^G (S0 x) + sum_{j < i} e^{g_{j+1} + ...} (w_j . x) u_j, given z = S0 x (S0 (e^G x) for column decays).
+  void readout(std::int64_t i, const Real* decays, const Real* z, const Real* x, const Real* us, Real* out) {
+    scratch_.resize(size(N));
+    for (std::int64_t p = 0; p < P; ++p) out[p] = ColumnDecay ? z[p] : Real(decays[i + 1] * z[p]);
+    for (std::int64_t j = 0; j < i; ++j) {
+      const Real product = dot(head_.ring.w.data() + j * N, decayed(decays + j * D, x, scratch_.data()), N);
+      add_scaled(out, ColumnDecay ? product : Real(decays[j] * product), us + j * P, P);
+    }
+  }
+
+  /// u of token i of the delta rule from the checkpoint s, given the u of the records before it.
+  void solve_u(const Real* s, std::int64_t i, const Record<Real>& r, const Real* us, Real* u) {
+    Vector decays(size((i + 2) * D)), z(size(P)), scaled(size(N));
+    suffix_decays(i, r.log_decay, decays.data());
+    const Real* x = decayed(decays.data() + (i + 1) * D, r.w, scaled.data());
+    dots(s, P, N, &x, 1, z.data());
+    readout(i, decays.data(), z.data(), r.w, us, u);
+    for (std::int64_t p = 0; p < P; ++p) u[p] = r.gain * (r.v[p] - u[p]);
+  }
+
+  /// Output-only steps: appends tokens t0 .. t0 + count and reads them from checkpoint and ring, without a state.
+  void outputs_closed(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride) {
+    const std::int64_t held = head_.held;
+    Ring& ring = head_.ring;
+    for (std::int64_t m = 0; m < count; ++m) append(t0 + m, held + m);
+
+    // All readouts of the read copy at once: it is streamed once for the whole block of tokens.
+    const std::int64_t row = (held + count + 1) * D, vectors = Delta ? 2 : 1;
+    Vector decays(size(count * row)), scaled(size(ColumnDecay ? count * vectors * N : 0)), z(size(count * vectors * P));
+    std::vector<const Real*> x(size(count * vectors));
+    for (std::int64_t m = 0; m < count; ++m) {
+      Real* d = decays.data() + m * row;
+      suffix_decays(held + m, in_.log_decay[t0 + m], d);
+      const Real* whole = d + (held + m + 1) * D;
+      x[size(m)] = decayed(whole, in_.c[t0 + m], scaled.data() + m * N);
+      if constexpr (Delta) x[size(count + m)] = decayed(whole, in_.w[t0 + m], scaled.data() + (count + m) * N);
+    }
+    dots(read_copy().data(), P, N, x.data(), count * vectors, z.data());
+
+    Vector u(size(P));
+    for (std::int64_t m = 0; m < count; ++m) {
+      const std::int64_t t = t0 + m, i = held + m;
+      const Record<Real> r = in_.record(t);
+      const Real *d = decays.data() + m * row, *us = ring.u.data();
+      if constexpr (Delta) {
+        readout(i, d, z.data() + (count + m) * P, r.w, us, u.data());
+        for (std::int64_t p = 0; p < P; ++p) u[size(p)] = r.gain * (r.v[p] - u[size(p)]);
+      } else {
+        for (std::int64_t p = 0; p < P; ++p) u[size(p)] = r.gain * r.v[p];
+      }
+      Real* out = y + t * y_stride;
+      readout(i, d, z.data() + m * P, in_.c[t], us, out);
+      add_scaled(out, dot(r.w, in_.c[t], N), u.data(), P);
+      keep_u(i, u);
+    }
+    head_.held += count;
+  }
+
+  /// The u of record i that later outputs use: of the record as it is stored; in an open loop u itself, rounded.
+  void keep_u(std::int64_t i, const Vector& u) {
+    Real* kept = head_.ring.u.data() + i * P;
+    if (open_) {
+      std::copy(u.begin(), u.end(), kept);
+      if (!state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P);
+    } else if (state_.ring_.exact) {
+      std::copy(u.begin(), u.end(), kept);
+    } else if constexpr (Delta) {
+      solve_u(read_copy().data(), i, stored(i), head_.ring.u.data(), kept);
+    } else {
+      form_u(nullptr, 0, P, stored(i), nullptr, kept);
+    }
+  }
+
+  /// The u that a flush folds in, of records 0 .. i - 1 and of r, the token at hand: [i + 1, P]. `known`: u of r.
+  Vector flush_updates(std::int64_t i, const Record<Real>& r, const Real* known) {
+    Vector us(size((i + 1) * P));
+    const bool recompute = Delta && split_ && !open_;
+    if (!recompute) std::copy_n(head_.ring.u.data(), i * P, us.data());
+    if (!recompute && known) {
+      std::copy_n(known, P, us.data() + i * P);
+    } else if constexpr (Delta) {
+      // Closed loop: nothing that was computed from the read copy may enter the anchor.
+      const Real* s = recompute ? head_.anchor.data() : read_copy().data();
+      for (std::int64_t j = recompute ? 0 : i; j <= i; ++j) {
+        solve_u(s, j, j == i ? r : stored(j), us.data(), us.data() + j * P);
+      }
+    } else {
+      form_u(nullptr, 0, P, r, nullptr, us.data() + i * P);
+    }
+    return us;
+  }
+
+  /// s <- e^G s + sum_{j < i} e^{...} u_j w_j^T + u_i w_i^T in place, then y = s c; token i is r.
+  void rebuild(std::int64_t i, const Record<Real>& r, const Real* us, const Real* c, Real* s, Real* y) {
+    using Lane = Lanes<Real>;
+    const std::int64_t count = i + 1;
+    Vector decays(size((i + 2) * D)), scaled(size(ColumnDecay ? count * N : 0)), factors(size(P * count));
+    suffix_decays(i, r.log_decay, decays.data());
+    std::vector<const Real*> w(size(count));
+    for (std::int64_t j = 0; j < count; ++j) {
+      const Real* raw = j == i ? r.w : head_.ring.w.data() + j * N;
+      w[size(j)] = decayed(decays.data() + j * D, raw, scaled.data() + j * N);
+      for (std::int64_t p = 0; p < P; ++p) {
+        factors[size(p * count + j)] = ColumnDecay ? us[j * P + p] : Real(decays[size(j)] * us[j * P + p]);
+      }
+    }
+    const Real* whole = decays.data() + (i + 1) * D;
+    const auto block = [&]<int R>(std::int64_t first) {
+      typename Lane::Vector acc[R];
+      for (auto& a : acc) a = Lane::splat(Real(0));
+      const Real* f = factors.data() + first * count;
+      for_lanes<Real>(N, [&, base = s + first * N](auto load, auto put) {
+        typename Lane::Vector next[R];
+        const auto e = ColumnDecay ? load(whole) : Lane::splat(whole[0]);
+        for (int q = 0; q < R; ++q) next[q] = e * load(base + q * N);
+        for (std::int64_t j = 0; j < count; ++j) {
+          const auto wj = load(w[size(j)]);
+          for (int q = 0; q < R; ++q) next[q] = mul_add(Lane::splat(f[q * count + j]), wj, next[q]);
+        }
+        const auto ck = load(c);
+        for (int q = 0; q < R; ++q) {
+          put(base + q * N, next[q]);
+          acc[q] = mul_add(next[q], ck, acc[q]);
+        }
+      });
+      for (int q = 0; q < R; ++q) y[first + q] = Lane::sum(acc[q]);
+    };
+    std::int64_t p = 0;
+    for (; p + 8 <= P; p += 8) block.template operator()<8>(p);
+    for (; p < P; ++p) block.template operator()<1>(p);
+  }
+
+  void flush_closed(std::int64_t t, Real* y) {
+    const Record<Real> r = in_.record(t);
+    const Vector us = flush_updates(head_.held, r, nullptr);
+    rebuild(head_.held, r, us.data(), in_.c[t], head_.anchor.data(), y);
+    store_checkpoint(t);
+  }
+
+  // ---- sequential order ---------------------------------------------------------------------------------------------
+
+  void advance_one(Vector& s, const Record<Real>& r, const Real* u, const Real* c, Real* y) {
+    Vector decay(size(D));
+    decay_of(r.log_decay, decay.data());
+    update_and_read<ColumnDecay>(s.data(), P, N, decay.data(), u, r.w, c, y);
+  }
+
+  Vector u_from(const Vector& s, const Record<Real>& r) {
+    Vector decay(size(D)), u(size(P));
+    decay_of(r.log_decay, decay.data());
+    form_u(s.data(), 0, P, r, decay.data(), u.data());
+    return u;
+  }
+
+  void outputs_sequential(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride) {
+    Vector met, ignored(size(P));
+    for (std::int64_t t = t0; t < t0 + count; ++t) {
+      const std::int64_t i = head_.held++;
+      append(t, i);
+      Vector& s = head_.running;
+      Real* kept = head_.ring.u.data() + i * P;
+      const Vector u = u_from(s, in_.record(t));
+      if (state_.ring_.exact) {
+        std::copy(u.begin(), u.end(), kept);
+        advance_one(s, in_.record(t), u.data(), in_.c[t], y + t * y_stride);
+        continue;
+      }
+      met = s;
+      advance_one(met, in_.record(t), u.data(), in_.c[t], y + t * y_stride);
+      const Record<Real> r = stored(i);
+      const Vector u_stored = open_ ? u : u_from(s, r);
+      std::copy(u_stored.begin(), u_stored.end(), kept);
+      if (open_ && !state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P);
+      advance_one(s, r, kept, r.w, ignored.data());
+    }
+  }
+
+  /// Runs the records of the ring again, from s.
+  void replay_records(Vector& s) {
+    Vector ignored(size(P));
+    for (std::int64_t j = 0; j < head_.held; ++j) {
+      const Record<Real> r = stored(j);
+      const Vector u = open_ ? Vector(head_.ring.u.begin() + j * P, head_.ring.u.begin() + (j + 1) * P) : u_from(s, r);
+      advance_one(s, r, u.data(), r.w, ignored.data());
+    }
+  }
+
+  void flush_sequential(std::int64_t t, Real* y) {
+    const Record<Real> r = in_.record(t);
+    if (split_) {
+      replay_records(head_.anchor);
+    } else {
+      head_.anchor = head_.running;
+    }
+    const Vector u = u_from(open_ ? head_.running : head_.anchor, r);
+    advance_one(head_.anchor, r, u.data(), in_.c[t], y);
+    store_checkpoint(t);
+  }
+
+  State& state_;
+  Head& head_;
+  const std::int64_t index_;
+  const HeadInputs<Real>& in_;
+  const std::int64_t P, N, D, L;
+  const bool split_, sequential_, open_;
+  Vector scratch_;
+};
+
+template <class Real>
+State<Real>::State(const RecurrenceShape& shape, const Policy& policy) : shape_(shape), policy_(policy) {
+  if (shape.heads < 1 || shape.groups < 1 || shape.head_dim < 1 || shape.state_dim < 1 ||
+      shape.heads % shape.groups != 0) {
+    fail("state of ", shape.heads, " heads, ", shape.groups, " groups, head_dim ", shape.head_dim, ", state_dim ",
+         shape.state_dim, ": all must be positive and heads a multiple of groups");
+  }
+  if (const auto* eager = std::get_if<Eager>(&policy.schedule)) {
+    schedule_ = Replay{.length = 1, .anchor = eager->state, .read = {}, .ring = {}};
+  } else {
+    schedule_ = std::get<Replay>(policy.schedule);
+  }
+  const RingFormats& ring = schedule_.ring;
+  const bool delta = is_delta_rule(shape.recurrence);
+  ring_ = {ring.of(delta ? "v" : "x"),  ring.of(delta ? "k" : "B"),     ring.of("u"),
+           ring.of(delta ? "g" : "dt"), ring.of(delta ? "beta" : "dt"), true};
+  ring_.exact = ring_.v.exact() && ring_.w.exact() && ring_.log_decay.exact() && ring_.gain.exact() &&
+                !(delta && policy.loop == Loop::open && !ring_.u.exact());
+
+  const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+  const std::size_t state = size(shape.head_dim * shape.state_dim), records = size(schedule_.length - 1);
+  heads_.resize(size(shape.heads));
+  for (Head& head : heads_) {
+    head.anchor.assign(state, Real(0));
+    if (schedule_.read) head.read.assign(state, Real(0));
+    if (policy.order == Order::sequential) head.running.assign(state, Real(0));
+    head.ring.v.resize(records * size(shape.head_dim));
+    head.ring.u.resize(records * size(shape.head_dim));
+    head.ring.w.resize(records * size(shape.state_dim));
+    head.ring.log_decay.resize(records * size(shape.decay_dim()));
+    head.ring.gain.resize(records);
+  }
+}
+
+template <class Real>
+template <class Use>
+auto State<Real>::with_engine(std::int64_t head, const HeadInputs<Real>& in, Use&& use) {
+  Head& h = heads_[static_cast<std::size_t>(head)];
+  switch (shape_.recurrence) {
+    case Recurrence::mamba2:
+      return use(Engine<false, false>(*this, h, head, in));
+    case Recurrence::gated_delta:
+      return use(Engine<true, false>(*this, h, head, in));
+    case Recurrence::kda:
+      break;
+  }
+  return use(Engine<true, true>(*this, h, head, in));
+}
+
+template <class Real>
+void State<Real>::advance_head(std::int64_t head, const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride) {
+  with_engine(head, inputs.heads[static_cast<std::size_t>(head)],
+              [&](auto engine) { engine.run(inputs.tokens, y, y_stride); });
+}
+
+template <class Real>
+void State<Real>::advance(const LayerInputs<Real>& inputs, Real* y) {
+  for (std::int64_t h = 0; h < shape_.heads; ++h) {
+    advance_head(h, inputs, y + h * shape_.head_dim, shape_.heads * shape_.head_dim);
+  }
+}
+
+template <class Real>
+RangeEvents State<Real>::events() const {
+  RangeEvents all;
+  for (const Head& head : heads_) all.merge(head.events);
+  return all;
+}
+
+template <class Real>
+const std::vector<Real>& State<Real>::read_copy(std::int64_t head) const {
+  const Head& h = heads_[static_cast<std::size_t>(head)];
+  return schedule_.read ? h.read : h.anchor;
+}
+
+template <class Real>
+void State<Real>::set(const Real* state) {
+  for (Head& head : heads_) {
+    std::copy_n(state, head.anchor.size(), head.anchor.begin());
+    state += head.anchor.size();
+    if (schedule_.read) head.read = head.anchor;
+    if (policy_.order == Order::sequential) head.running = head.anchor;
+    head.held = 0;
+  }
+}
+
+template <class Real>
+std::vector<Real> State<Real>::effective(std::int64_t head) {
+  const HeadInputs<Real> in;
+  return with_engine(head, in, [](auto engine) { return engine.effective(); });
+}
+
+template class State<float>;
+template class State<double>;
+
+}  // namespace replayssm

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/policy.h"
+#include "core/recurrence.h"
+
+namespace replayssm {
+
+/// What went out of range in a state, counted while it ran. Steps are 0-based token indices since the zero state.
+struct RangeEvents {
+  struct Event {
+    std::int64_t step, head;
+    bool operator==(const Event&) const = default;
+    auto operator<=>(const Event&) const = default;
+  };
+  std::int64_t overflows = 0;             ///< finite values beyond the format's range when they were stored
+  std::optional<Event> first_overflow;    ///< the first of them
+  std::optional<Event> first_non_finite;  ///< the first Inf or NaN in an output or a stored state
+
+  void merge(const RangeEvents&);
+};
+
+/// The recurrent state of one layer and one sequence as a policy keeps it: a checkpoint (or anchor and read copy) and
+/// a ring of records. All arithmetic in Real; what the policy names is rounded once, when it is stored; the rest never.
+/// Results do not depend on how the tokens are cut into calls, nor on which threads advance which heads.
+template <class Real>
+class State {
+ public:
+  /// Zero state, empty ring. Throws Error for a shape that is not positive or heads that are no multiple of groups.
+  State(const RecurrenceShape& shape, const Policy& policy);
+
+  /// Advances head `head` by inputs.tokens steps; y[t] [head_dim] at y + t * y_stride receives S c before D x.
+  /// Heads are independent of each other: different heads may be advanced from different threads.
+  void advance_head(std::int64_t head, const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride);
+
+  /// All heads, one after the other; y [tokens, heads head_dim].
+  void advance(const LayerInputs<Real>& inputs, Real* y);
+
+  const RecurrenceShape& shape() const { return shape_; }
+  /// Records in the ring.
+  std::int64_t held() const { return heads_.front().held; }
+  RangeEvents events() const;
+
+  /// The stored checkpoint or anchor, and the copy that outputs read (the same where shared): [head_dim, state_dim].
+  const std::vector<Real>& checkpoint(std::int64_t head) const { return heads_[static_cast<std::size_t>(head)].anchor; }
+  const std::vector<Real>& read_copy(std::int64_t head) const;
+  /// Starts from a state [heads, head_dim, state_dim] that is stored as it is, without rounding; empties the ring.
+  void set(const Real* state);
+  /// What a flush after the last record would rebuild, unrounded: [head_dim, state_dim].
+  std::vector<Real> effective(std::int64_t head);
+
+ private:
+  using Vector = std::vector<Real>;
+  struct Ring {
+    Vector v, w, u, log_decay, gain;
+  };
+  struct Head {
+    Vector anchor, read, running;  // running: read copy with the ring applied (sequential order only)
+    Ring ring;
+    std::int64_t held = 0, steps = 0;
+    RangeEvents events;
+  };
+  template <bool Delta, bool ColumnDecay>
+  class Engine;
+  template <class Use>
+  auto with_engine(std::int64_t head, const HeadInputs<Real>& in, Use&& use);
+
+  RecurrenceShape shape_;
+  Policy policy_;
+  Replay schedule_;  // an eager state is a replay of length 1
+  struct {
+    Format v, w, u, log_decay, gain;
+    bool exact;
+  } ring_;
+  std::vector<Head> heads_;
+};
+
+}  // namespace replayssm
