@@ -65,23 +65,30 @@ class Study {
     std::vector<SquaredError> y(runs), state(runs);
     std::vector<RangeEvents> events(runs);
     for (std::int64_t b = 0; b < tokens_.sequences; ++b) {
+      const std::vector<bool> same = streams_like_reference(layer, b);
       std::vector<LayerCache> caches(streams_.size());
       for (std::size_t s = 0; info.recurrence && s < streams_.size(); ++s) {
+        if (same[s]) continue;
         const Policy& policy = streams_[s].policy;
         caches[s].state = backend_.new_state(*info.recurrence, policy.covers(layer) ? policy : exact_policy());
       }
       const auto sequence = static_cast<std::size_t>(b);
       for (std::size_t c = 0; c < streams_[0].hidden[sequence].size(); ++c) {
         for (std::size_t s = 0; s < streams_.size(); ++s) {
+          step();
           Tensor& hidden = streams_[s].hidden[sequence][c];
+          if (same[s]) {
+            hidden = streams_[0].hidden[sequence][c];
+            continue;
+          }
           hidden = model_.forward(backend_, layer, hidden, caches[s]);
           if (info.recurrence && s > 0) y[s - 1] += backend_.squared_error(caches[s].readout, caches[0].readout);
-          step();
         }
       }
       if (!info.recurrence) continue;
       const std::vector<double> reference = caches[0].state->effective();
       for (std::size_t s = 0; s < runs; ++s) {
+        if (same[s + 1]) continue;
         const std::vector<double> own = caches[s + 1].state->effective();
         for (std::size_t i = 0; i < own.size(); ++i) {
           const double difference = own[i] - reference[i];
@@ -93,6 +100,17 @@ class Study {
     for (std::size_t s = 0; info.recurrence && s < runs; ++s) {
       results_[s].layers.push_back({layer, info.kind, y[s].relative(), state[s].relative(), events[s]});
     }
+  }
+
+  /// Streams that have not left the reference yet and do not leave it here: their result is the reference's own.
+  std::vector<bool> streams_like_reference(std::int64_t layer, std::int64_t sequence) const {
+    const bool recurrent = model_.layers()[static_cast<std::size_t>(layer)].recurrence.has_value();
+    const auto first = [&](const Stream& s) { return s.hidden[static_cast<std::size_t>(sequence)][0].storage; };
+    std::vector<bool> same(streams_.size(), false);
+    for (std::size_t s = 1; s < streams_.size(); ++s) {
+      same[s] = first(streams_[s]) == first(streams_[0]) && !(recurrent && streams_[s].policy.covers(layer));
+    }
+    return same;
   }
 
   /// Logits and divergence of one sequence, in blocks of positions whose buffers stay under logits_bytes: the logits,

@@ -15,14 +15,14 @@ constexpr std::string_view kLaterNames[] = {"e4m3fnuz", "e5m2fnuz",   "e3m2",   
                                             "int16",    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2",
                                             "mxfp4",    "mxint8",     "nvfp4"};
 constexpr std::string_view kLaterModifiers[] = {"tensor", "head", "sr", "hadamard", "ceil", "floor"};
-constexpr std::string_view kLaterNumbered[] = {"tile", "group", "ef=", "cap="};
+constexpr std::string_view kLaterStems[] = {"tile", "group", "ef=", "cap="};
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::ranges::find(names, name) != names.end();
 }
 
 bool known_later(std::string_view modifier) {
-  return contains(kLaterModifiers, modifier) || std::ranges::any_of(kLaterNumbered, [&](std::string_view stem) {
+  return contains(kLaterModifiers, modifier) || std::ranges::any_of(kLaterStems, [&](std::string_view stem) {
            return modifier.size() > stem.size() && modifier.starts_with(stem);
          });
 }

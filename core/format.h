@@ -46,6 +46,9 @@ struct Element {
   /// Bits of a code: sign, exponent field, mantissa.
   REPLAYSSM_HOST_DEVICE constexpr int bits() const { return 1 + exponent_bits + mantissa_bits; }
 
+  /// Whether it rounds nothing, as kExact: only elements whose codes fit in 32 bits do.
+  REPLAYSSM_HOST_DEVICE constexpr bool exact() const { return bits() > 32; }
+
   friend bool operator==(const Element&, const Element&) = default;
 };
 
@@ -231,7 +234,7 @@ class Rounder {
 /// A negative value that rounds to 0 gives -0 if the element has it. kExact returns x.
 template <class Float>
 REPLAYSSM_HOST_DEVICE constexpr Float round_to(const Element& element, Float x) {
-  return element.bits() > 32 ? x : Rounder<Float>(element).round(x);
+  return element.exact() ? x : Rounder<Float>(element).round(x);
 }
 
 /// The code of x rounded as by round_to(), in the low element.bits() bits; integers are two's complement and never
@@ -279,7 +282,7 @@ struct Format {
   Scale scale = Scale::none;
 
   /// Whether nothing is rounded.
-  bool exact() const { return element == kExact; }
+  bool exact() const { return element.exact(); }
 
   /// Bytes of the codes of n elements: ceil(n storage_bits / 8). `exact` counts the 8 bytes of a double.
   std::int64_t code_bytes(std::int64_t n) const { return (n * element.storage_bits + 7) / 8; }

@@ -152,11 +152,22 @@ inline void for_lanes(std::int64_t n, Body&& body) {
   }
 }
 
+/// out = a z + sum_j b_j x_j over n scalars, x [count, n], added in the order of j.
+template <class Real>
+void add_products(const Real* z, const Real& a, const Real* b, const Real* x, std::int64_t count, std::int64_t n,
+                  Real* out) {
+  using L = Lanes<Real>;
+  for_lanes<Real>(n, [&](auto load, auto store) {
+    typename L::Vector sum = L::splat(a) * load(z);
+    for (std::int64_t j = 0; j < count; ++j) sum = mul_add(L::splat(b[j]), load(x + j * n), sum);
+    store(out, sum);
+  });
+}
+
 /// y += a x over n scalars.
 template <class Real>
-inline void add_scaled(Real* y, const Real& a, const Real* x, std::int64_t n) {
-  const auto factor = Lanes<Real>::splat(a);
-  for_lanes<Real>(n, [&](auto load, auto store) { store(y, mul_add(factor, load(x), load(y))); });
+void add_scaled(Real* y, const Real& a, const Real* x, std::int64_t n) {
+  add_products(y, Real(1), &a, x, 1, n, y);
 }
 
 /// S <- S decay + u w^T on `rows` rows of n columns, then y = S c from the new state. u is given.

@@ -87,8 +87,9 @@ json parse_object(std::string_view text, const std::string& what) {
 const json& field(const json& entry, const char* key, json::value_t type, const std::string& where) {
   const auto found = entry.find(key);
   if (found == entry.end()) fail(where, ": has no '", key, "'");
-  if (found->type() != type)
+  if (found->type() != type) {
     fail(where, ": '", key, "' should be of type ", json(type).type_name(), ", found ", found->type_name());
+  }
   return *found;
 }
 
@@ -120,9 +121,7 @@ TensorView read_entry(const std::string& name, const json& entry, const std::str
       fail(where, ": its shape has more bits than 64-bit integers count: ", in_quotes(entry["shape"].dump()));
     }
   }
-  if (bits % 8 != 0) {
-    fail(where, ": ", tensor.describe(), " is ", bits, " bits, which do not fill whole bytes");
-  }
+  if (bits % 8 != 0) fail(where, ": ", tensor.describe(), " is ", bits, " bits, which do not fill whole bytes");
 
   const json& offsets = field(entry, "data_offsets", json::value_t::array, where);
   if (offsets.size() != 2) fail(where, ": 'data_offsets' should hold 2 numbers, found ", offsets.size());
@@ -257,7 +256,7 @@ SafetensorsFile::SafetensorsFile(const fs::path& path, std::size_t header_limit)
   }
   const auto header_size = static_cast<std::size_t>(length);
   std::string_view text(reinterpret_cast<const char*>(rest.data()), header_size);
-  text = text.substr(0, text.find_last_not_of(' ') + 1);
+  text = text.substr(0, text.find_last_not_of(' ') + 1);  // the parser is slow on long padding, and copies it
   if (!text.starts_with('{')) fail(path_, ": its header should begin with '{', found ", in_quotes(text.substr(0, 1)));
 
   const json header = parse_object(text, path_ + ": header");

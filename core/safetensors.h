@@ -64,8 +64,8 @@ struct TensorView {
 };
 
 /// Writes elements begin, ..., begin + count - 1 (row-major) of a tensor to out[0], ..., out[count - 1] as numbers.
-/// Real is float or double. Decodes BF16, F16, F32, F64, BOOL (0 or 1) and the integer types. Exact wherever Real can
-/// hold the value; where it cannot (F64, I32, U32, I64, U64 to float; I64, U64 to double) rounded once, to nearest
+/// Real is float or double. Decodes BF16, F16, F32, F64, BOOL (0, else 1) and the integer types. Exact wherever Real
+/// can hold the value; where it cannot (F64, I32, U32, I64, U64 to float; I64, U64 to double) rounded once, to nearest
 /// even. Infinities and NaNs stay what they are. Throws Error for any other dtype and for a range outside the tensor.
 template <class Real>
 void widen(const TensorView& tensor, std::size_t begin, std::size_t count, Real* out);

@@ -202,21 +202,42 @@ class State<Real>::Engine {
   /// out = e^G (S0 x) + sum_{j < i} e^{g_{j+1} + ...} (w_j . x) u_j, given z = S0 x (S0 (e^G x) for column decays).
   void readout(std::int64_t i, const Real* decays, const Real* z, const Real* x, const Real* us, Real* out) {
     scratch_.resize(size(N));
-    for (std::int64_t p = 0; p < P; ++p) out[p] = ColumnDecay ? z[p] : Real(decays[i + 1] * z[p]);
-    for (std::int64_t j = 0; j < i; ++j) {
-      const Real product = dot(head_.ring.w.data() + j * N, decayed(decays + j * D, x, scratch_.data()), N);
-      add_scaled(out, ColumnDecay ? product : Real(decays[j] * product), us + j * P, P);
+    products_.resize(size(i));
+    const Real* w = head_.ring.w.data();
+    if constexpr (ColumnDecay) {
+      for (std::int64_t j = 0; j < i; ++j) {
+        products_[size(j)] = dot(w + j * N, decayed(decays + j * D, x, scratch_.data()), N);
+      }
+      add_products(z, Real(1), products_.data(), us, i, P, out);
+    } else {
+      dots(w, i, N, &x, 1, products_.data());
+      for (std::int64_t j = 0; j < i; ++j) products_[size(j)] *= decays[j];
+      add_products(z, decays[i + 1], products_.data(), us, i, P, out);
     }
   }
 
-  /// u of token i of the delta rule from the checkpoint s, given the u of the records before it.
-  void solve_u(const Real* s, std::int64_t i, const Record<Real>& r, const Real* us, Real* u) {
-    Vector decays(size((i + 2) * D)), z(size(P)), scaled(size(N));
-    suffix_decays(i, r.log_decay, decays.data());
-    const Real* x = decayed(decays.data() + (i + 1) * D, r.w, scaled.data());
-    dots(s, P, N, &x, 1, z.data());
-    readout(i, decays.data(), z.data(), r.w, us, u);
+  /// u of token i of the delta rule given the u of the records before it, its decays and z as in readout().
+  void solve_u(std::int64_t i, const Record<Real>& r, const Real* decays, const Real* z, const Real* us, Real* u) {
+    readout(i, decays, z, r.w, us, u);
     for (std::int64_t p = 0; p < P; ++p) u[p] = r.gain * (r.v[p] - u[p]);
+  }
+
+  /// u of tokens first .. last of the delta rule from the checkpoint s: us [last + 1, P], of which the first are known.
+  /// `record(i)` is what token i computes with.
+  template <class RecordOf>
+  void solve_all(const Real* s, std::int64_t first, std::int64_t last, RecordOf&& record, Real* us) {
+    const std::int64_t count = last - first + 1, row = (last + 2) * D;
+    Vector decays(size(count * row)), scaled(size(ColumnDecay ? count * N : 0)), z(size(count * P));
+    std::vector<const Real*> x(size(count));
+    for (std::int64_t m = 0; m < count; ++m) {
+      const Record<Real> r = record(first + m);
+      suffix_decays(first + m, r.log_decay, decays.data() + m * row);
+      x[size(m)] = decayed(decays.data() + m * row + (first + m + 1) * D, r.w, scaled.data() + m * N);
+    }
+    dots(s, P, N, x.data(), count, z.data());
+    for (std::int64_t m = 0; m < count; ++m) {
+      solve_u(first + m, record(first + m), decays.data() + m * row, z.data() + m * P, us, us + (first + m) * P);
+    }
   }
 
   /// Output-only steps: appends tokens t0 .. t0 + count and reads them from checkpoint and ring, without a state.
@@ -244,8 +265,7 @@ class State<Real>::Engine {
       const Record<Real> r = in_.record(t);
       const Real *d = decays.data() + m * row, *us = ring.u.data();
       if constexpr (Delta) {
-        readout(i, d, z.data() + (count + m) * P, r.w, us, u.data());
-        for (std::int64_t p = 0; p < P; ++p) u[size(p)] = r.gain * (r.v[p] - u[size(p)]);
+        solve_u(i, r, d, z.data() + (count + m) * P, us, u.data());
       } else {
         for (std::int64_t p = 0; p < P; ++p) u[size(p)] = r.gain * r.v[p];
       }
@@ -266,7 +286,8 @@ class State<Real>::Engine {
     } else if (state_.ring_.exact) {
       std::copy(u.begin(), u.end(), kept);
     } else if constexpr (Delta) {
-      solve_u(read_copy().data(), i, stored(i), head_.ring.u.data(), kept);
+      const auto record = [this](std::int64_t j) { return stored(j); };
+      solve_all(read_copy().data(), i, i, record, head_.ring.u.data());
     } else {
       form_u(nullptr, 0, P, stored(i), nullptr, kept);
     }
@@ -282,9 +303,8 @@ class State<Real>::Engine {
     } else if constexpr (Delta) {
       // Closed loop: nothing that was computed from the read copy may enter the anchor.
       const Real* s = recompute ? head_.anchor.data() : read_copy().data();
-      for (std::int64_t j = recompute ? 0 : i; j <= i; ++j) {
-        solve_u(s, j, j == i ? r : stored(j), us.data(), us.data() + j * P);
-      }
+      const auto record = [&](std::int64_t j) { return j == i ? r : stored(j); };
+      solve_all(s, recompute ? 0 : i, i, record, us.data());
     } else {
       form_u(nullptr, 0, P, r, nullptr, us.data() + i * P);
     }
@@ -404,7 +424,7 @@ class State<Real>::Engine {
   const HeadInputs<Real>& in_;
   const std::int64_t P, N, D, L;
   const bool split_, sequential_, open_;
-  Vector scratch_;
+  Vector scratch_, products_;
 };
 
 template <class Real>

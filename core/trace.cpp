@@ -61,6 +61,14 @@ struct TraceWriter::Impl : TraceFile {
   };
   std::map<std::string, Growing> growing;
 
+  // A file that cannot be written, on a full disk for one, is left open: closing it makes HDF5 1.10 crash.
+  ~Impl() {
+    const Quiet quiet;
+    if (file < 0 || H5Fflush(file, H5F_SCOPE_LOCAL) >= 0) return;
+    for (auto& [object, array] : growing) array.dataset.abandon();
+    file.abandon();
+  }
+
   void check_open(const std::string& object) const {
     if (file < 0) refuse(object, "the trace is already finished");
   }
@@ -126,15 +134,17 @@ TraceWriter::TraceWriter(const std::string& path) {
   impl_->path = path;
   impl_->file =
       impl_->open(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT), H5Fclose, "/", "make the file");
-  impl_->set("/", "producer", kProducer);
-  impl_->set("/", "complete", std::int64_t{0});
-  impl_->flush();
+  try {
+    impl_->set("/", "producer", kProducer);
+    impl_->set("/", "complete", std::int64_t{0});
+    impl_->flush();
+  } catch (const Error&) {  // what is on the disk is no trace, which the next run would refuse to replace
+    std::filesystem::remove(path);
+    throw;
+  }
 }
 
-TraceWriter::~TraceWriter() {
-  const Quiet quiet;
-  impl_.reset();
-}
+TraceWriter::~TraceWriter() = default;
 TraceWriter::TraceWriter(TraceWriter&&) noexcept = default;
 TraceWriter& TraceWriter::operator=(TraceWriter&&) noexcept = default;
 

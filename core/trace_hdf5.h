@@ -23,6 +23,7 @@ using Dims = std::vector<hsize_t>;
 class Quiet {
  public:
   Quiet() {
+    H5dont_atexit();  // effective before HDF5 starts: at exit it would write abandoned files again, and crash
     H5Eget_auto2(H5E_DEFAULT, &function_, &data_);
     H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
   }
@@ -67,7 +68,11 @@ class Handle {
   }
   ~Handle() { close(); }
 
-  herr_t close() { return id_ >= 0 ? close_(std::exchange(id_, H5I_INVALID_HID)) : 0; }
+  void abandon() { id_ = H5I_INVALID_HID; }
+  herr_t close() {
+    const Quiet quiet;  // also where an exception or a destructor of the caller closes
+    return id_ >= 0 ? close_(std::exchange(id_, H5I_INVALID_HID)) : 0;
+  }
   operator hid_t() const { return id_; }  // NOLINT: handed to HDF5 as it is
 
  private:
@@ -131,7 +136,7 @@ struct TraceFile {
   void check_path(const std::string& object) const {
     const bool absolute = object.starts_with('/') && object.find("//") == std::string::npos;
     if (!absolute || (object.size() > 1 && object.ends_with('/')) || object.find('\0') != std::string::npos) {
-      refuse("'" + object + "'", "expected an absolute path like /layers/0/y");
+      fail("trace file ", path, ": expected an absolute path like /layers/0/y, found '", object, "'");
     }
   }
 

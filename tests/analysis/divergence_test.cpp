@@ -158,6 +158,9 @@ TYPED_TEST(DivergenceOf, ProbabilitiesThatUnderflow) {
   EXPECT_EQ(compare_row<TypeParam>({0, -1000}, {-1000, 0}).kl, 1000);
   // ... but a token that only the run suppresses is still possible under the reference.
   EXPECT_EQ(compare_row<TypeParam>({0, -1000}, {0, -inf}).kl, kInf);
+  std::vector<double> low(17, -1000), lowest(17, -1e308);  // a vectorised exp must not leave a subnormal times 1e308
+  low[0] = lowest[0] = 0;
+  EXPECT_EQ(compare_row(low, lowest).kl, 0);
   const auto most = std::numeric_limits<TypeParam>::max();
   EXPECT_EQ(compare_row<TypeParam>({most, -most / 2}, {most, -most / 2}).kl, 0);
 }
@@ -448,6 +451,12 @@ TEST(Summary, ABrokenRunHasNoMeans) {
   EXPECT_EQ(s.nll_reference, 3);
   EXPECT_EQ(s.top1_agreement, 0.75);
   EXPECT_EQ(s.top1_ties, 1);
+
+  auto at_the_end = tokens_with_kl({1, kNaN});  // where nothing is predicted
+  at_the_end[0] = {1, 2, 3.0, 2.0, 0.5, true, false};
+  const DivergenceSummary end = summarize(at_the_end, 2);
+  EXPECT_TRUE(std::isnan(end.nll) && std::isnan(end.nll_delta) && std::isnan(end.delta_p.rms));
+  EXPECT_EQ(end.nll_reference, 2);
 }
 
 TEST(Summary, NothingPredicted) {

@@ -244,6 +244,7 @@ TYPED_TEST(Rows, ThatHoldNanOrInfinityBecomeNanAloneAndWhole) {
 
 TEST(RowsOfDoubles, BeyondTheRangeOfTheScaleBecomeNan) {
   std::vector<double> row = {1e300, 1, -2};
+  EXPECT_TRUE(std::isnan(Store(parse_format("int8:row"), row, 1).scales[0]));
   EXPECT_EQ(Round(parse_format("int8:row"), row), 3);
   for (const double x : row) EXPECT_TRUE(std::isnan(x));
 }

@@ -378,7 +378,7 @@ TEST_F(SafetensorsData, WiderTypesAreExactOrRoundedOnce) {
   add("U16", "U16", {0x8000, 0xffff}, 2);
   add("I8", "I8", {0x80, 0x7f}, 1);
   add("U8", "U8", {0x80, 0xff}, 1);
-  add("BOOL", "BOOL", {0, 1}, 1);
+  add("BOOL", "BOOL", {0, 1, 255}, 1);
   const SafetensorsFile file(write("a.safetensors", file_of(header + "}", data)));
   constexpr float infinity = std::numeric_limits<float>::infinity();
   EXPECT_EQ(values<float>(file.at("F64")), (std::vector<float>{1, 1 + 0x1p-23f, infinity, 0}));
@@ -396,7 +396,7 @@ TEST_F(SafetensorsData, WiderTypesAreExactOrRoundedOnce) {
   EXPECT_EQ(values<float>(file.at("U16")), (std::vector<float>{32768, 65535}));
   EXPECT_EQ(values<float>(file.at("I8")), (std::vector<float>{-128, 127}));
   EXPECT_EQ(values<float>(file.at("U8")), (std::vector<float>{128, 255}));
-  EXPECT_EQ(values<float>(file.at("BOOL")), (std::vector<float>{0, 1}));
+  EXPECT_EQ(values<float>(file.at("BOOL")), (std::vector<float>{0, 1, 1}));
 }
 
 TEST_F(SafetensorsData, RangesOfATensor) {
