@@ -43,13 +43,56 @@ Element find_element(std::string_view name, std::string_view text) {
 template <class Real>
 using Int = typename Rounder<Real>::Int;
 
-// Of the magnitudes as integers, whose order puts infinity above every finite value and NaN above both.
+// Of the magnitudes as integers, whose order puts infinity above every finite value and NaN above both. Two maxima: one
+// would wait for its own last comparison.
 template <class Real>
 Int<Real> largest_magnitude(const Real* x, std::int64_t n) {
-  Int<Real> largest = 0;
-  for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, Rounder<Real>::magnitude_of(x[i]));
-  return largest;
+  Int<Real> even = 0, odd = 0;
+  constexpr std::int64_t half = 64 / sizeof(Real);
+  std::int64_t i = 0;
+  for (; i + 2 * half <= n; i += 2 * half) {
+    for (std::int64_t k = 0; k < half; ++k) {
+      even = std::max(even, Rounder<Real>::magnitude_of(x[i + k]));
+      odd = std::max(odd, Rounder<Real>::magnitude_of(x[i + half + k]));
+    }
+  }
+  for (; i < n; ++i) even = std::max(even, Rounder<Real>::magnitude_of(x[i]));
+  return std::max(even, odd);
 }
+
+// Rounder::round for values in range, by two additions. m = 2^(e + M - m), e the exponent of x but at least the
+// element's emin, M and m the mantissa bits of Real and of the element, makes the last bit of |x| + m the last that the
+// element has; the hardware rounds the sum to nearest even, and subtracting m is exact. This is half the operations of
+// the integer source, of which it gives the same bits in the default rounding mode; the codes themselves are always
+// made by that.
+template <class Real>
+class Adder {
+ public:
+  explicit Adder(const Element& element)
+      : emin_((Int<Real>{element.emin} + bias) << mantissa),
+        shift_(Int<Real>{mantissa - element.mantissa_bits} << mantissa),
+        zero_sign_(element.integer ? 0 : Rounder<Real>::kSign),
+        identity_(mantissa == element.mantissa_bits) {}
+
+  bool identity() const { return identity_; }
+
+  // The largest magnitude whose m is finite.
+  Int<Real> most() const { return Rounder<Real>::kInfinity - shift_ - 1; }
+
+  Real round(Real x) const {
+    using R = Rounder<Real>;
+    const Int<Real> a = R::magnitude_of(x), exponent = a & R::kInfinity;
+    const Real m = R::value((exponent > emin_ ? exponent : emin_) + shift_);
+    const Real r = (R::value(a) + m) - m;
+    return R::value(R::bits(r) | (R::bits(x) & (R::bits(r) > 0 ? R::kSign : zero_sign_)));
+  }
+
+ private:
+  static constexpr int mantissa = Rounder<Real>::kMantissa;
+  static constexpr Int<Real> bias = detail::Binary<Real>::kBias;
+  Int<Real> emin_, shift_, zero_sign_;
+  bool identity_;
+};
 
 // The scale that takes the largest magnitude of a row to the element's largest value; NaN where none does.
 template <class Real>
@@ -66,12 +109,14 @@ std::int64_t count_finite(const Real* x, std::int64_t n) {
 }
 
 template <class Real>
-std::int64_t round_row(const Rounder<Real>& rounder, Real* x, std::int64_t n) {
+std::int64_t round_row(const Rounder<Real>& rounder, const Adder<Real>& adder, Real* x, std::int64_t n) {
   // Hardly ever is anything out of range; so the loop that nearly all the time goes to need not look.
+  const Int<Real> most = std::min(rounder.overflow_above(), adder.most());
   Int<Real> outside = 0;
-  for (std::int64_t i = 0; i < n; ++i) outside += Rounder<Real>::magnitude_of(x[i]) > rounder.overflow_above();
+  for (std::int64_t i = 0; i < n; ++i) outside += Rounder<Real>::magnitude_of(x[i]) > most;
   if (outside == 0) {
-    for (std::int64_t i = 0; i < n; ++i) x[i] = rounder.round_in_range(x[i]);
+    if (adder.identity()) return 0;
+    for (std::int64_t i = 0; i < n; ++i) x[i] = adder.round(x[i]);
     return 0;
   }
   std::int64_t overflowed = 0;
@@ -84,7 +129,8 @@ std::int64_t round_row(const Rounder<Real>& rounder, Real* x, std::int64_t n) {
 }
 
 template <class Real>
-std::int64_t round_scaled_row(const Rounder<Real>& rounder, Real max, Real* x, std::int64_t n) {
+std::int64_t round_scaled_row(const Rounder<Real>& rounder, const Adder<Real>& adder, Real max, Real* x,
+                              std::int64_t n) {
   const Int<Real> largest = largest_magnitude(x, n);
   const auto scale = static_cast<Real>(row_scale(max, largest));
   if (std::isnan(scale)) {
@@ -95,8 +141,9 @@ std::int64_t round_scaled_row(const Rounder<Real>& rounder, Real max, Real* x, s
   // Division and product keep the order, so the largest element speaks for the row. It can be out of range, but only
   // by the rounding of a scale that is subnormal or of a product next to the largest float.
   const Real top = Rounder<Real>::value(largest) / scale;
-  if (Rounder<Real>::magnitude_of(top) <= rounder.overflow_above() && std::isfinite(max * scale)) {
-    for (std::int64_t i = 0; i < n; ++i) x[i] = rounder.round_in_range(x[i] / scale) * scale;
+  if (Rounder<Real>::magnitude_of(top) <= std::min(rounder.overflow_above(), adder.most()) &&
+      std::isfinite(max * scale)) {
+    for (std::int64_t i = 0; i < n; ++i) x[i] = adder.round(x[i] / scale) * scale;
     return 0;
   }
   std::int64_t overflowed = 0;
@@ -166,11 +213,13 @@ template <class Real>
 std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n) {
   if (format.exact()) return 0;
   const Rounder<Real> rounder(format.element);
+  const Adder<Real> adder(format.element);
   const Real max = decode<Real>(format.element, format.element.max_code);
   std::int64_t overflowed = 0;
   for (std::int64_t row = 0; row < rows; ++row) {
     Real* x = data + row * n;
-    overflowed += format.scale == Scale::row ? round_scaled_row(rounder, max, x, n) : round_row(rounder, x, n);
+    overflowed +=
+        format.scale == Scale::row ? round_scaled_row(rounder, adder, max, x, n) : round_row(rounder, adder, x, n);
   }
   return overflowed;
 }

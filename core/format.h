@@ -143,14 +143,7 @@ class Rounder {
   /// The largest magnitude that stays in range when rounded; NaN and infinity are above it.
   REPLAYSSM_HOST_DEVICE constexpr Int overflow_above() const { return overflow_above_; }
 
-  /// x to the nearest value, ties to the even code, for a magnitude of x of at most overflow_above(). Free of branches
-  /// and of arithmetic on values: a compiler turns a loop of it into vector code.
-  REPLAYSSM_HOST_DEVICE constexpr Float round_in_range(Float x) const {
-    const Int a = magnitude_of(x);
-    return a > half_smallest_ ? value(nearest(a) | (bits(x) & kSign)) : value(bits(x) & zero_sign_);
-  }
-
-  /// x to the nearest value; the whole line of numbers, infinities and NaN.
+  /// x to the nearest value, ties to the even code; the whole line of numbers, infinities and NaN.
   REPLAYSSM_HOST_DEVICE constexpr Float round(Float x) const {
     const Int a = magnitude_of(x);
     const Int nan = (a & nan_mask_) > nan_least_ ? (a & nan_mask_) : nan_least_;

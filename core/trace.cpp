@@ -61,14 +61,6 @@ struct TraceWriter::Impl : TraceFile {
   };
   std::map<std::string, Growing> growing;
 
-  // A file that cannot be written, on a full disk for one, is left open: closing it makes HDF5 1.10 crash.
-  ~Impl() {
-    const Quiet quiet;
-    if (file < 0 || H5Fflush(file, H5F_SCOPE_LOCAL) >= 0) return;
-    for (auto& [object, array] : growing) array.dataset.abandon();
-    file.abandon();
-  }
-
   void check_open(const std::string& object) const {
     if (file < 0) refuse(object, "the trace is already finished");
   }

@@ -65,9 +65,10 @@ struct CodeLayout {
 
 /// Writes one trace. Object paths are absolute ("/layers/0/y"); groups are made as needed; an object is made once.
 ///
-/// The root carries `producer` = "replayssm" and `complete`, which is 0 until finish() makes it 1: what a run that died
-/// leaves is readable up to the last flush() and says that it is incomplete. Every member throws Error naming file and
-/// object if HDF5 refuses, the disk is full or the writer is finished.
+/// The root carries `producer` = "replayssm" and `complete`, which is 0 until finish() makes it 1: what a killed run
+/// leaves is readable up to the last flush() and says that it is incomplete. (A full disk is an error at once, but may
+/// leave a file that HDF5 cannot open.) Every member throws Error naming file and object if HDF5 refuses, the disk is
+/// full or the writer is finished.
 class TraceWriter {
  public:
   /// Creates the file and flushes it. Replaces an earlier trace at `path`; throws Error, leaving what is there

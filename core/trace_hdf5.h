@@ -23,7 +23,8 @@ using Dims = std::vector<hsize_t>;
 class Quiet {
  public:
   Quiet() {
-    H5dont_atexit();  // effective before HDF5 starts: at exit it would write abandoned files again, and crash
+    // Before HDF5 starts: at exit it would write again what a full disk has refused, and crash. Handles close in time.
+    H5dont_atexit();
     H5Eget_auto2(H5E_DEFAULT, &function_, &data_);
     H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
   }
@@ -68,7 +69,6 @@ class Handle {
   }
   ~Handle() { close(); }
 
-  void abandon() { id_ = H5I_INVALID_HID; }
   herr_t close() {
     const Quiet quiet;  // also where an exception or a destructor of the caller closes
     return id_ >= 0 ? close_(std::exchange(id_, H5I_INVALID_HID)) : 0;
