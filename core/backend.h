@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "core/policy.h"
@@ -59,6 +60,9 @@ struct DeltaCall {
   const TensorView *A_log = nullptr, *dt_bias = nullptr;
   double beta_scale = 1;
 };
+
+/// What one call of a layer brings to its recurrence. Holding one keeps its tensors alive.
+using RecurrenceCall = std::variant<Mamba2Call, DeltaCall>;
 
 /// A State in the backend's precision.
 class RecurrentState {
@@ -118,8 +122,7 @@ class Backend {
 
   virtual std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy) = 0;
   /// Advances a state by the tokens of the call; returns y = S c before D x, [tokens, heads head_dim].
-  virtual Tensor advance(RecurrentState& state, const Mamba2Call& call) = 0;
-  virtual Tensor advance(RecurrentState& state, const DeltaCall& call) = 0;
+  virtual Tensor advance(RecurrentState& state, const RecurrenceCall& call) = 0;
 
   /// sum (x - reference)^2 and sum reference^2 in binary64.
   virtual SquaredError squared_error(const Tensor& x, const Tensor& reference) = 0;

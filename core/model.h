@@ -17,8 +17,9 @@ struct LayerCache {
   std::unique_ptr<RecurrentState> state;  ///< of an SSM layer; made by the caller, whose policy it has
   Tensor conv_window;
   AttentionCache attention;
-  std::int64_t position = 0;  ///< tokens seen
-  Tensor readout;             ///< of the last call of an SSM layer: y = S c before D x, [tokens, heads head_dim]
+  std::int64_t position = 0;           ///< tokens seen
+  std::optional<RecurrenceCall> call;  ///< of the last call of an SSM layer
+  Tensor readout;  ///< of the last call of an SSM layer: y = S c before D x, [tokens, heads head_dim]
 };
 
 /// One layer of a model as users see it.

@@ -233,18 +233,8 @@ class ReferenceBackend : public Backend {
     return std::make_unique<ReferenceState<Real>>(shape, policy);
   }
 
-  Tensor advance(RecurrentState& state, const Mamba2Call& call) override {
-    const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
-    Mamba2Inputs<Real> in{call.shape,    call.x.rows,  rows(call.x),   rows(call.B), rows(call.C),
-                          rows(call.dt), A_log.data(), dt_bias.data(), call.dt_min,  call.dt_max};
-    return advance(state, prepare(in));
-  }
-
-  Tensor advance(RecurrentState& state, const DeltaCall& call) override {
-    const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
-    DeltaInputs<Real> in{call.shape,      call.v.rows,     rows(call.q), rows(call.k),   rows(call.v),
-                         rows(call.gate), rows(call.beta), A_log.data(), dt_bias.data(), call.beta_scale};
-    return advance(state, prepare(in));
+  Tensor advance(RecurrentState& state, const RecurrenceCall& call) override {
+    return std::visit([&](const auto& c) { return advance_prepared(state, c); }, call);
   }
 
   SquaredError squared_error(const Tensor& x, const Tensor& reference) override {
@@ -306,7 +296,21 @@ class ReferenceBackend : public Backend {
     for (std::int64_t t = 0; t < added.rows; ++t) std::copy_n(row(added, t), added.columns, row(cache, length + t));
   }
 
-  Tensor advance(RecurrentState& state, const LayerInputs<Real>& inputs) {
+  Tensor advance_prepared(RecurrentState& state, const Mamba2Call& call) {
+    const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
+    return advance_heads(
+        state, prepare(Mamba2Inputs<Real>{call.shape, call.x.rows, rows(call.x), rows(call.B), rows(call.C),
+                                          rows(call.dt), A_log.data(), dt_bias.data(), call.dt_min, call.dt_max}));
+  }
+
+  Tensor advance_prepared(RecurrentState& state, const DeltaCall& call) {
+    const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
+    return advance_heads(state, prepare(DeltaInputs<Real>{call.shape, call.v.rows, rows(call.q), rows(call.k),
+                                                          rows(call.v), rows(call.gate), rows(call.beta), A_log.data(),
+                                                          dt_bias.data(), call.beta_scale}));
+  }
+
+  Tensor advance_heads(RecurrentState& state, const LayerInputs<Real>& inputs) {
     State<Real>& s = dynamic_cast<ReferenceState<Real>&>(state).state;
     const RecurrenceShape& shape = s.shape();
     Tensor y = make(inputs.tokens, shape.heads * shape.head_dim);

@@ -48,17 +48,18 @@ class Mamba2Model : public Model {
     const Tensor z = projected.slice(0, inner_), dt = projected.slice(2 * inner_ + 2 * state_, shape_.heads);
     const Tensor xBC =
         backend.causal_conv_silu(projected.slice(inner_, inner_ + 2 * state_), *w.conv, w.conv_bias, cache.conv_window);
-    const Mamba2Call call{shape_,
-                          xBC.slice(0, inner_),
-                          xBC.slice(inner_, state_),
-                          xBC.slice(inner_ + state_, state_),
-                          dt,
-                          w.A_log,
-                          w.dt_bias,
-                          limits_.first,
-                          limits_.second};
-    cache.readout = backend.advance(*cache.state, call);
-    Tensor y = backend.add_skip(cache.readout, call.x, *w.D);
+    const Tensor heads = xBC.slice(0, inner_);
+    cache.call = Mamba2Call{shape_,
+                            heads,
+                            xBC.slice(inner_, state_),
+                            xBC.slice(inner_ + state_, state_),
+                            dt,
+                            w.A_log,
+                            w.dt_bias,
+                            limits_.first,
+                            limits_.second};
+    cache.readout = backend.advance(*cache.state, *cache.call);
+    Tensor y = backend.add_skip(cache.readout, heads, *w.D);
     backend.multiply_silu(y, z);
     y = backend.rms_norm(y, *w.gated_norm, epsilon_, NormWeight::plain, inner_);
     Tensor out = backend.linear(y, *w.out_proj, w.out_bias);

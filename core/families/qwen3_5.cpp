@@ -137,15 +137,15 @@ class Qwen35Model : public Model {
   Tensor delta(Backend& backend, const Delta& w, const Tensor& x, LayerCache& cache) const {
     const std::int64_t keys = shape_.groups * shape_.state_dim, values = shape_.heads * shape_.head_dim;
     const Tensor qkv = backend.causal_conv_silu(backend.linear(x, *w.qkv), *w.conv, nullptr, cache.conv_window);
-    const DeltaCall call{shape_,
-                         qkv.slice(0, keys),
-                         qkv.slice(keys, keys),
-                         qkv.slice(2 * keys, values),
-                         backend.linear(x, *w.gate),
-                         backend.linear(x, *w.beta),
-                         w.A_log,
-                         w.dt_bias};
-    cache.readout = backend.advance(*cache.state, call);
+    cache.call = DeltaCall{shape_,
+                           qkv.slice(0, keys),
+                           qkv.slice(keys, keys),
+                           qkv.slice(2 * keys, values),
+                           backend.linear(x, *w.gate),
+                           backend.linear(x, *w.beta),
+                           w.A_log,
+                           w.dt_bias};
+    cache.readout = backend.advance(*cache.state, *cache.call);
     Tensor y = backend.rms_norm(cache.readout, *w.norm, epsilon_, NormWeight::plain, shape_.head_dim);
     backend.multiply_silu(y, backend.linear(x, *w.z));
     return backend.linear(y, *w.out);

@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <limits>
 
 #include "tests/core/files.h"
@@ -31,9 +30,8 @@ class ConfigTest : public FilesTest {
 };
 
 TEST_F(ConfigTest, SpellingsOfInfinity) {
-  for (const string limit : {"Infinity", "1e999", R"("Infinity")", R"("inf")", R"({"__float__": "Infinity"})",
-                             R"({"__float__": "inf"})"}) {
-    if (limit == "1e999") continue;  // no JSON number: tested below
+  for (const string limit :
+       {"Infinity", R"("Infinity")", R"("inf")", R"({"__float__": "Infinity"})", R"({"__float__": "inf"})"}) {
     const Config c = config(R"({"time_step_limit": [0.0, )" + limit + "]}");
     EXPECT_EQ(c.range("time_step_limit", {}), Range(0.0, infinity)) << limit;
   }

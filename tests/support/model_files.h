@@ -40,8 +40,9 @@ inline StoredTensors read_tensors(const fs::path& path) {
   const string file = read_text(path);
   std::uint64_t length = 0;
   std::memcpy(&length, file.data(), sizeof length);
+  const auto header = nlohmann::json::parse(file.substr(8, length));
   StoredTensors tensors;
-  for (const auto& [name, entry] : nlohmann::json::parse(file.substr(8, length)).items()) {
+  for (const auto& [name, entry] : header.items()) {
     if (name == "__metadata__") continue;
     const std::size_t begin = entry["data_offsets"][0], end = entry["data_offsets"][1];
     tensors[name] = {entry["dtype"], entry["shape"], file.substr(8 + length + begin, end - begin)};
