@@ -58,14 +58,16 @@ Json event_json(const std::optional<std::pair<RangeEvents::Event, std::int64_t>>
   return {{"token", event->first.step}, {"layer", event->second}, {"head", event->first.head}};
 }
 
+Json error_json(const LayerError& e) { return {{"local", e.local}, {"propagated", e.propagated}}; }
+
 Json result_json(const PolicyResult& result) {
   const DivergenceSummary& d = result.divergence;
   Json layers = Json::array();
   for (const LayerResult& layer : result.layers) {
     layers.push_back({{"layer", layer.layer},
                       {"kind", layer.kind},
-                      {"y_rel_l2", {{"propagated", layer.y_rel_l2}}},
-                      {"state_rel_l2", {{"propagated", layer.state_rel_l2}}},
+                      {"y_rel_l2", error_json(layer.y_rel_l2)},
+                      {"state_rel_l2", error_json(layer.state_rel_l2)},
                       {"overflows", layer.events.overflows}});
   }
   return {{"policy", result.policy.text()},
@@ -207,17 +209,23 @@ void KlFile::finish(const RunFacts& facts, const std::vector<PolicyResult>& resu
     file.dataset(at + "top1_agrees", agrees, impl_->shape, {"", "1 where the most probable token is the same"});
 
     std::vector<std::int64_t> index, overflows;
-    std::vector<double> y, state;
+    std::vector<double> y, y_local, state, state_local;
     for (const LayerResult& layer : result.layers) {
       index.push_back(layer.layer);
       overflows.push_back(layer.events.overflows);
-      y.push_back(layer.y_rel_l2);
-      state.push_back(layer.state_rel_l2);
+      y.push_back(layer.y_rel_l2.propagated);
+      y_local.push_back(layer.y_rel_l2.local);
+      state.push_back(layer.state_rel_l2.propagated);
+      state_local.push_back(layer.state_rel_l2.local);
     }
     const TraceShape layers = {std::ssize(index)};
     file.dataset(at + "layers/index", index, layers, {"", "model layer of each SSM layer"});
-    file.dataset(at + "layers/y_rel_l2_propagated", y, layers, {"relative L2", "y = S C before D x, all tokens"});
-    file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", "state after the last token"});
+    const char* y_text = "y = S C before D x, all tokens and heads; NaN: not measured";
+    const char* state_text = "state after the last token; NaN: not measured";
+    file.dataset(at + "layers/y_rel_l2_propagated", y, layers, {"relative L2", y_text});
+    file.dataset(at + "layers/y_rel_l2_local", y_local, layers, {"relative L2", y_text});
+    file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
+    file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
     file.dataset(at + "layers/overflows", overflows, layers, {"elements", "finite values beyond the format's range"});
     file.attribute("/policies/" + std::to_string(i), "bytes_stored_per_sequence",
                    result.cost.bytes_stored_per_sequence);

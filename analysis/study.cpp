@@ -9,9 +9,17 @@
 namespace replayssm {
 namespace {
 
-constexpr std::int64_t chunk_tokens = 512;  // tokens that go through a layer together
-constexpr std::int64_t compare_rows = 8;    // rows of one task of the comparison
+constexpr std::int64_t compare_rows = 8;  // rows of one task of the comparison
 constexpr std::int64_t logits_bytes = std::int64_t{256} << 20;
+
+SquaredError squared_error(const std::vector<double>& x, const std::vector<double>& reference) {
+  SquaredError sum;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double difference = x[i] - reference[i];
+    sum += {difference * difference, reference[i] * reference[i]};
+  }
+  return sum;
+}
 
 /// The hidden states of one policy: of each sequence, chunk after chunk.
 struct Stream {
@@ -21,9 +29,9 @@ struct Stream {
 
 class Study {
  public:
-  Study(const Model& model, Backend& backend, const Tokens& tokens, const std::vector<Policy>& policies, int threads,
-        const Progress& progress)
-      : model_(model), backend_(backend), tokens_(tokens), threads_(threads), progress_(progress) {
+  Study(const Model& model, Backend& backend, const Tokens& tokens, const std::vector<Policy>& policies,
+        const StudyOptions& options)
+      : model_(model), backend_(backend), tokens_(tokens), options_(options) {
     streams_.push_back({exact_policy(), {}});
     for (const Policy& policy : policies) {
       streams_.push_back({policy, {}});
@@ -33,7 +41,7 @@ class Study {
                           .layers = {},
                           .cost = state_cost(model.layers(), policy, tokens.length)});
     }
-    const std::int64_t chunks = (tokens.length + chunk_tokens - 1) / chunk_tokens * tokens.sequences;
+    const std::int64_t chunks = (tokens.length + options.chunk_tokens - 1) / options.chunk_tokens * tokens.sequences;
     work_ = (std::ssize(model.layers()) + 1) * chunks * std::ssize(streams_);
   }
 
@@ -52,63 +60,120 @@ class Study {
                                               static_cast<std::size_t>(tokens_.length));
       const Tensor all = model_.embed(backend_, ids);
       std::vector<Tensor> chunks;
-      for (std::int64_t t = 0; t < all.rows; t += chunk_tokens) {
-        chunks.push_back(all.range(t, std::min(chunk_tokens, all.rows - t)));
+      for (std::int64_t t = 0; t < all.rows; t += options_.chunk_tokens) {
+        chunks.push_back(all.range(t, std::min(options_.chunk_tokens, all.rows - t)));
       }
       for (Stream& stream : streams_) stream.hidden.push_back(chunks);
     }
   }
 
+  /// What a study keeps of one policy while it runs through one SSM layer.
+  struct Errors {
+    SquaredError y, y_local, state, state_local;
+    RangeEvents events;
+  };
+
   void run_layer(std::int64_t layer) {
     const LayerInfo& info = model_.layers()[static_cast<std::size_t>(layer)];
-    const std::size_t runs = results_.size();
-    std::vector<SquaredError> y(runs), state(runs);
-    std::vector<RangeEvents> events(runs);
+    std::vector<Errors> errors(results_.size());
     for (std::int64_t b = 0; b < tokens_.sequences; ++b) {
-      const std::vector<bool> same = streams_like_reference(layer, b);
-      std::vector<LayerCache> caches(streams_.size());
-      for (std::size_t s = 0; info.recurrence && s < streams_.size(); ++s) {
-        if (same[s]) continue;
-        const Policy& policy = streams_[s].policy;
-        caches[s].state = backend_.new_state(*info.recurrence, policy.covers(layer) ? policy : exact_policy());
-      }
-      const auto sequence = static_cast<std::size_t>(b);
-      for (std::size_t c = 0; c < streams_[0].hidden[sequence].size(); ++c) {
-        for (std::size_t s = 0; s < streams_.size(); ++s) {
-          step();
-          Tensor& hidden = streams_[s].hidden[sequence][c];
-          if (same[s]) {
-            hidden = streams_[0].hidden[sequence][c];
-            continue;
-          }
-          hidden = model_.forward(backend_, layer, hidden, caches[s]);
-          if (info.recurrence && s > 0) y[s - 1] += backend_.squared_error(caches[s].readout, caches[0].readout);
-        }
-      }
-      if (!info.recurrence) continue;
-      const std::vector<double> reference = caches[0].state->effective();
-      for (std::size_t s = 0; s < runs; ++s) {
-        if (same[s + 1]) continue;
-        const std::vector<double> own = caches[s + 1].state->effective();
-        for (std::size_t i = 0; i < own.size(); ++i) {
-          const double difference = own[i] - reference[i];
-          state[s] += {difference * difference, reference[i] * reference[i]};
-        }
-        events[s].merge(caches[s + 1].state->events());
-      }
+      info.recurrence ? run_recurrent(layer, *info.recurrence, b, errors) : run_other(layer, b);
     }
-    for (std::size_t s = 0; info.recurrence && s < runs; ++s) {
-      results_[s].layers.push_back({layer, info.kind, y[s].relative(), state[s].relative(), events[s]});
+    for (std::size_t s = 0; info.recurrence && s < results_.size(); ++s) {
+      const Errors& e = errors[s];
+      LayerResult result{layer, info.kind, {}, {}, e.events};
+      result.y_rel_l2.propagated = e.y.relative();
+      result.state_rel_l2.propagated = e.state.relative();
+      if (options_.local) {
+        result.y_rel_l2.local = e.y_local.relative();
+        result.state_rel_l2.local = e.state_local.relative();
+      }
+      results_[s].layers.push_back(result);
     }
   }
 
-  /// Streams that have not left the reference yet and do not leave it here: their result is the reference's own.
-  std::vector<bool> streams_like_reference(std::int64_t layer, std::int64_t sequence) const {
-    const bool recurrent = model_.layers()[static_cast<std::size_t>(layer)].recurrence.has_value();
-    const auto first = [&](const Stream& s) { return s.hidden[static_cast<std::size_t>(sequence)][0].storage; };
-    std::vector<bool> same(streams_.size(), false);
+  void run_other(std::int64_t layer, std::int64_t b) {
+    const std::vector<bool> same = like_reference(layer, b);
+    std::vector<LayerCache> caches(streams_.size());
+    for_chunks(b, [&](std::size_t c, std::int64_t) {
+      for (std::size_t s = 0; s < streams_.size(); ++s) forward(layer, b, c, s, same[s], caches[s]);
+    });
+  }
+
+  void run_recurrent(std::int64_t layer, const RecurrenceShape& shape, std::int64_t b, std::vector<Errors>& errors) {
+    const std::vector<bool> same = like_reference(layer, b), equal_inputs = with_reference_inputs(b);
+    std::vector<LayerCache> caches(streams_.size());
+    std::vector<std::unique_ptr<RecurrentState>> own_local(streams_.size());
+    const auto covered = [&](std::size_t s) { return streams_[s].policy.covers(layer); };
+    for (std::size_t s = 0; s < streams_.size(); ++s) {
+      if (same[s]) continue;
+      caches[s].state = backend_.new_state(shape, covered(s) ? streams_[s].policy : exact_policy());
+      // A stream that enters with the reference's inputs is its own local run.
+      const bool separate = options_.local && s > 0 && covered(s) && !equal_inputs[s];
+      if (separate) own_local[s] = backend_.new_state(shape, streams_[s].policy);
+    }
+    const LayerCache& reference = caches[0];
+    for_chunks(b, [&](std::size_t c, std::int64_t first_token) {
+      for (std::size_t s = 0; s < streams_.size(); ++s) {
+        forward(layer, b, c, s, same[s], caches[s]);
+        if (s == 0 || same[s]) continue;
+        Errors& e = errors[s - 1];
+        e.y += backend_.squared_error(caches[s].readout, reference.readout);
+        if (!options_.local || !covered(s)) continue;
+        const Tensor y = own_local[s] ? backend_.advance(*own_local[s], *reference.call) : caches[s].readout;
+        e.y_local += backend_.squared_error(y, reference.readout);
+        RecurrentState& local = own_local[s] ? *own_local[s] : *caches[s].state;
+        if (options_.observe) {
+          options_.observe({layer, b, first_token, s - 1, *reference.call, reference.readout, caches[s].readout, y,
+                            *reference.state, *caches[s].state, local});
+        }
+      }
+    });
+    const std::vector<double> last = reference.state->effective();
     for (std::size_t s = 1; s < streams_.size(); ++s) {
-      same[s] = first(streams_[s]) == first(streams_[0]) && !(recurrent && streams_[s].policy.covers(layer));
+      if (same[s]) continue;
+      Errors& e = errors[s - 1];
+      e.state += squared_error(caches[s].state->effective(), last);
+      e.events.merge(caches[s].state->events());
+      if (options_.local && covered(s)) {
+        e.state_local += squared_error((own_local[s] ? own_local[s] : caches[s].state)->effective(), last);
+      }
+    }
+  }
+
+  /// body(index, first token) for every chunk of a sequence.
+  template <class Body>
+  void for_chunks(std::int64_t b, Body&& body) {
+    const auto& chunks = streams_[0].hidden[static_cast<std::size_t>(b)];
+    std::int64_t first = 0;
+    for (std::size_t c = 0; c < chunks.size(); ++c) {
+      const std::int64_t rows = chunks[c].rows;
+      body(c, first);
+      first += rows;
+    }
+  }
+
+  void forward(std::int64_t layer, std::int64_t b, std::size_t chunk, std::size_t s, bool same, LayerCache& cache) {
+    const auto sequence = static_cast<std::size_t>(b);
+    Tensor& hidden = streams_[s].hidden[sequence][chunk];
+    hidden = same ? streams_[0].hidden[sequence][chunk] : model_.forward(backend_, layer, hidden, cache);
+    step();
+  }
+
+  /// Streams whose hidden states are still the reference's own.
+  std::vector<bool> with_reference_inputs(std::int64_t sequence) const {
+    const auto first = [&](const Stream& s) { return s.hidden[static_cast<std::size_t>(sequence)][0].storage; };
+    std::vector<bool> equal;
+    for (const Stream& stream : streams_) equal.push_back(first(stream) == first(streams_[0]));
+    return equal;
+  }
+
+  /// Of these the streams, without the reference, that the layer leaves as they are: they share its results.
+  std::vector<bool> like_reference(std::int64_t layer, std::int64_t sequence) const {
+    const bool recurrent = model_.layers()[static_cast<std::size_t>(layer)].recurrence.has_value();
+    std::vector<bool> same = with_reference_inputs(sequence);
+    for (std::size_t s = 0; s < streams_.size(); ++s) {
+      if (s == 0 || (recurrent && streams_[s].policy.covers(layer))) same[s] = false;
     }
     return same;
   }
@@ -121,12 +186,11 @@ class Study {
         std::clamp(logits_bytes / (vocabulary * 40) / compare_rows * compare_rows, compare_rows, std::int64_t{256});
     std::vector<double> logits(static_cast<std::size_t>(std::min(block, tokens_.length) * vocabulary));
     const auto sequence = static_cast<std::size_t>(b);
-    std::int64_t position = 0;
-    for (std::size_t c = 0; c < streams_[0].hidden[sequence].size(); ++c) {
+    for_chunks(b, [&](std::size_t c, std::int64_t first_token) {
       const std::int64_t chunk = streams_[0].hidden[sequence][c].rows;
-      for (std::int64_t t = 0; t < chunk; t += block, position += block) {
-        position = std::min(position, tokens_.length);
-        const std::int64_t rows = std::min(block, chunk - t), first = b * tokens_.length + position;
+      for (std::int64_t t = 0; t < chunk; t += block) {
+        const std::int64_t rows = std::min(block, chunk - t), position = first_token + t;
+        const std::int64_t first = b * tokens_.length + position;
         std::vector<std::int32_t> next(static_cast<std::size_t>(rows), -1);
         for (std::int64_t i = 0; i < rows && position + i + 1 < tokens_.length; ++i) {
           next[static_cast<std::size_t>(i)] = tokens_.ids[static_cast<std::size_t>(first + i + 1)];
@@ -134,14 +198,14 @@ class Study {
         read_logits(streams_[0].hidden[sequence][c].range(t, rows), logits);
         const std::int64_t tasks = (rows + compare_rows - 1) / compare_rows;
         std::vector<std::optional<ReferenceBlock<double>>> reference(static_cast<std::size_t>(tasks));
-        parallel_for(tasks, threads_, [&](std::int64_t i) {
+        parallel_for(tasks, options_.threads, [&](std::int64_t i) {
           const std::int64_t r = i * compare_rows;
           reference[static_cast<std::size_t>(i)].emplace(logits.data() + r * vocabulary,
                                                          std::min(compare_rows, rows - r), vocabulary, first + r);
         });
         for (std::size_t s = 0; s < results_.size(); ++s) {
           read_logits(streams_[s + 1].hidden[sequence][c].range(t, rows), logits);
-          parallel_for(tasks, threads_, [&](std::int64_t i) {
+          parallel_for(tasks, options_.threads, [&](std::int64_t i) {
             const std::int64_t r = i * compare_rows;
             compare(*reference[static_cast<std::size_t>(i)], logits.data() + r * vocabulary, next.data() + r,
                     results_[s].tokens.data() + first + r, OnNonFinite::record);
@@ -149,7 +213,7 @@ class Study {
         }
       }
       for (std::size_t s = 0; s < streams_.size(); ++s) step();
-    }
+    });
   }
 
   void read_logits(const Tensor& hidden, std::vector<double>& out) {
@@ -157,14 +221,13 @@ class Study {
   }
 
   void step() {
-    if (progress_) progress_(++done_, work_);
+    if (options_.progress) options_.progress(++done_, work_);
   }
 
   const Model& model_;
   Backend& backend_;
   const Tokens& tokens_;
-  const int threads_;
-  const Progress& progress_;
+  const StudyOptions& options_;
   std::vector<Stream> streams_;  // the reference first
   std::vector<PolicyResult> results_;
   std::int64_t done_ = 0, work_ = 0;
@@ -225,10 +288,10 @@ void check_policy(const Model& model, const Policy& policy, std::int64_t tokens)
 }
 
 std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const Tokens& tokens,
-                                    const std::vector<Policy>& policies, int threads, const Progress& progress) {
+                                    const std::vector<Policy>& policies, const StudyOptions& options) {
   if (tokens.ids.empty()) fail("a study needs at least one token");
   for (const Policy& policy : policies) check_policy(model, policy, tokens.length);
-  return Study(model, backend, tokens, policies, threads, progress).run();
+  return Study(model, backend, tokens, policies, options).run();
 }
 
 std::vector<Policy> default_policies() {

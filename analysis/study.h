@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,13 +16,43 @@
 
 namespace replayssm {
 
-/// What a policy did to one SSM layer, in its own run, whose layer inputs already differ from the reference's.
+/// Called with work done and work in all, in equal units, from the calling thread.
+using Progress = std::function<void(std::int64_t done, std::int64_t all)>;
+
+/// An error of one layer. Propagated: in the policy's own run, whose layer inputs differ from the reference's already.
+/// Local: the layer fed by the reference's stream; NaN where the study did not ask for it.
+struct LayerError {
+  double local = std::numeric_limits<double>::quiet_NaN(), propagated = 0;
+};
+
+/// What a policy did to one SSM layer.
 struct LayerResult {
   std::int64_t layer = 0;
   std::string kind;
-  double y_rel_l2 = 0;      ///< relative L2 error of y = S C, before D x, over all tokens and heads
-  double state_rel_l2 = 0;  ///< the same of the state that a flush would rebuild after the last token
-  RangeEvents events;
+  LayerError y_rel_l2;      ///< relative L2 error of y = S C, before D x, over all tokens and heads
+  LayerError state_rel_l2;  ///< the same of the state that a flush would rebuild after the last token
+  RangeEvents events;       ///< of the policy's own run
+};
+
+/// One chunk of tokens of one SSM layer as two runs saw it.
+struct LayerChunk {
+  std::int64_t layer, sequence, first_token;
+  std::size_t policy;          ///< index among the policies of the study
+  const RecurrenceCall& call;  ///< what the reference's layer was fed
+  const Tensor &y_reference, &y_propagated, &y_local;
+  RecurrentState &reference, &propagated, &local;  ///< states after the chunk
+};
+
+/// How a study goes about it.
+struct StudyOptions {
+  int threads = 1;
+  /// Also runs every policy on the reference's layer inputs, which doubles the work of the recurrences.
+  bool local = false;
+  /// Tokens that go through a layer together.
+  std::int64_t chunk_tokens = 512;
+  Progress progress = {};
+  /// Called for every chunk of every SSM layer and policy that covers the layer; needs `local`.
+  std::function<void(const LayerChunk&)> observe = {};
 };
 
 /// One policy against the reference.
@@ -37,9 +68,6 @@ struct PolicyResult {
   std::optional<std::pair<RangeEvents::Event, std::int64_t>> first_non_finite() const;
 };
 
-/// Called with work done and work in all, in equal units, from the calling thread.
-using Progress = std::function<void(std::int64_t done, std::int64_t all)>;
-
 /// Runs the reference and every policy over the same tokens and compares them.
 ///
 /// The reference is the same model with the same projections in the backend's precision and a state that is never
@@ -49,7 +77,7 @@ using Progress = std::function<void(std::int64_t done, std::int64_t all)>;
 /// Throws Error for no tokens, an id outside the vocabulary, a policy that does not fit the model, or one that names a
 /// rounded format and would read nothing rounded back in so few tokens.
 std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const Tokens& tokens,
-                                    const std::vector<Policy>& policies, int threads, const Progress& progress);
+                                    const std::vector<Policy>& policies, const StudyOptions& options);
 
 /// Throws Error, naming the policy, if it cannot be studied on this model and number of tokens.
 void check_policy(const Model& model, const Policy& policy, std::int64_t tokens);

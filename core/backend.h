@@ -69,8 +69,15 @@ class RecurrentState {
  public:
   virtual ~RecurrentState() = default;
   virtual RangeEvents events() const = 0;
-  /// What the schedule would rebuild after the last token, [heads, head_dim, state_dim], widened to binary64.
+  /// Records in the ring.
+  virtual std::int64_t held() const = 0;
+  // States [heads, head_dim, state_dim], widened to binary64:
+  /// what the schedule would rebuild after the last token,
   virtual std::vector<double> effective() = 0;
+  /// the stored checkpoint or anchor,
+  virtual std::vector<double> checkpoint() const = 0;
+  /// and what output-only steps read: the read copy of a split state, else the checkpoint.
+  virtual std::vector<double> read_copy() const = 0;
 };
 
 /// Parts of a relative L2 error.

@@ -44,15 +44,29 @@ class ReferenceState : public RecurrentState {
  public:
   ReferenceState(const RecurrenceShape& shape, const Policy& policy) : state(shape, policy) {}
   RangeEvents events() const override { return state.events(); }
+  std::int64_t held() const override { return state.held(); }
   std::vector<double> effective() override {
+    return all_heads([this](std::int64_t h) { return state.effective(h); });
+  }
+  std::vector<double> checkpoint() const override {
+    return all_heads([this](std::int64_t h) { return state.checkpoint(h); });
+  }
+  std::vector<double> read_copy() const override {
+    return all_heads([this](std::int64_t h) { return state.read_copy(h); });
+  }
+
+  State<Real> state;
+
+ private:
+  template <class HeadState>
+  std::vector<double> all_heads(HeadState&& head_state) const {
     std::vector<double> all;
     for (std::int64_t h = 0; h < state.shape().heads; ++h) {
-      const std::vector<Real> one = state.effective(h);
+      const std::vector<Real>& one = head_state(h);
       all.insert(all.end(), one.begin(), one.end());
     }
     return all;
   }
-  State<Real> state;
 };
 
 template <class Real>

@@ -13,6 +13,7 @@ struct Options {
   std::string model, tokens, json, output;
   std::int64_t max_tokens = 0, sequences = 0;
   std::vector<std::string> policies;
+  bool local = false;
   Machine machine;
 };
 
@@ -61,7 +62,9 @@ int run(const Options& options) {
   std::optional<KlFile> file;
   if (!options.output.empty()) file.emplace(options.output, *model, facts, tokens, policies);
   const auto start = std::chrono::steady_clock::now();
-  const auto results = run_study(*model, *backend, tokens, policies, options.machine.threads, progress_bar());
+  const auto results =
+      run_study(*model, *backend, tokens, policies,
+                {.threads = options.machine.threads, .local = options.local, .progress = progress_bar()});
   facts.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
   if (options.json != "-") {
@@ -91,6 +94,8 @@ Command add_kl(CLI::App& app) {
       ->allow_extra_args(false);
   app.add_option("--json", options->json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--output", options->output, "Write all per-token and per-layer data to an HDF5 file");
+  app.add_flag("--local", options->local,
+               "Also the local error of each layer: fed by the reference's stream instead of the policy's own");
   options->machine.add_to(app);
   return [options] { return run(*options); };
 }

@@ -136,7 +136,7 @@ void bench(const std::string& folder, int cores) {
     std::vector<double> times;
     for (int i = 0; i < 3; ++i) {
       const auto backend = reference_backend(precision, threads);
-      times.push_back(seconds_of([&] { run_study(*model, *backend, tokens, policies, threads, {}); }));
+      times.push_back(seconds_of([&] { run_study(*model, *backend, tokens, policies, {.threads = threads}); }));
     }
     return median(times);
   };
