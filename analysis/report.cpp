@@ -3,18 +3,17 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <nlohmann/json.hpp>
 
+#include "analysis/report_json.h"
 #include "core/error.h"
 #include "core/trace.h"
 #include "core/version.h"
 
 namespace replayssm {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 std::string format_text(const char* format, double value) {
   if (std::isnan(value)) return "-";
@@ -60,6 +59,36 @@ Json event_json(const std::optional<std::pair<RangeEvents::Event, std::int64_t>>
 
 Json error_json(const LayerError& e) { return {{"local", e.local}, {"propagated", e.propagated}}; }
 
+}  // namespace
+
+std::string kl_table(const std::vector<PolicyResult>& results) {
+  std::vector<std::vector<std::string>> rows = {
+      {"policy", "mean KL", "+-", "p99", "max", "top-1 %", "dNLL", "stored", "moved/token", ""}};
+  for (const PolicyResult& r : results) {
+    const DivergenceSummary& d = r.divergence;
+    rows.push_back({r.policy.text(), format_text("%.3e", d.kl.mean), format_text("%.0e", d.kl.sem),
+                    format_text("%.3e", d.kl.p99), format_text("%.3e", d.kl.max),
+                    format_text("%.2f", 100 * d.top1_agreement), format_text("%+.6f", d.nll_delta),
+                    bytes_text(r.cost.bytes_stored_per_sequence), bytes_text(r.cost.bytes_moved_per_token), note(r)});
+  }
+  std::vector<std::size_t> widths(rows[0].size(), 0);
+  for (const auto& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string out;
+  for (const auto& row : rows) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::string space(widths[i] - row[i].size(), ' ');
+      const bool left = i == 0 || i + 1 == row.size();  // names and notes to the left, figures to the right
+      line += (i ? "  " : "") + (left ? row[i] + space : space + row[i]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    out += line + "\n";
+  }
+  return out;
+}
+
 Json result_json(const PolicyResult& result) {
   const DivergenceSummary& d = result.divergence;
   Json layers = Json::array();
@@ -91,58 +120,44 @@ Json result_json(const PolicyResult& result) {
           {"layers", layers}};
 }
 
-}  // namespace
-
-std::string kl_table(const std::vector<PolicyResult>& results) {
-  std::vector<std::vector<std::string>> rows = {
-      {"policy", "mean KL", "+-", "p99", "max", "top-1 %", "dNLL", "stored", "moved/token", ""}};
-  for (const PolicyResult& r : results) {
-    const DivergenceSummary& d = r.divergence;
-    rows.push_back({r.policy.text(), format_text("%.3e", d.kl.mean), format_text("%.0e", d.kl.sem),
-                    format_text("%.3e", d.kl.p99), format_text("%.3e", d.kl.max),
-                    format_text("%.2f", 100 * d.top1_agreement), format_text("%+.6f", d.nll_delta),
-                    bytes_text(r.cost.bytes_stored_per_sequence), bytes_text(r.cost.bytes_moved_per_token), note(r)});
-  }
-  std::vector<std::size_t> widths(rows[0].size(), 0);
-  for (const auto& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string out;
-  for (const auto& row : rows) {
-    std::string line;
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      const std::string space(widths[i] - row[i].size(), ' ');
-      const bool left = i == 0 || i + 1 == row.size();  // names and notes to the left, figures to the right
-      line += (i ? "  " : "") + (left ? row[i] + space : space + row[i]);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    out += line + "\n";
-  }
-  return out;
+Json run_json(const Model& model, const RunFacts& facts) {
+  return {{"command", facts.command},
+          {"version", version()},
+          {"model",
+           {{"path", facts.model_path},
+            {"type", model.type()},
+            {"layers", model.layers().size()},
+            {"ssm_layers", model.ssm_layers()},
+            {"sha256", model.sha256()}}},
+          {"tokens_file", facts.tokens_path},
+          {"tokens", facts.tokens},
+          {"sequences", facts.sequences},
+          {"reference", "exact"},
+          {"device", facts.device},
+          {"precision", facts.precision},
+          {"seconds", facts.seconds},
+          {"provenance",
+           {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", nullptr}}}};
 }
 
 std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results) {
-  Json out = {
-      {"command", facts.command},
-      {"version", version()},
-      {"model",
-       {{"path", facts.model_path},
-        {"type", model.type()},
-        {"layers", model.layers().size()},
-        {"ssm_layers", model.ssm_layers()},
-        {"sha256", model.sha256()}}},
-      {"tokens_file", facts.tokens_path},
-      {"tokens", facts.tokens},
-      {"sequences", facts.sequences},
-      {"reference", "exact"},
-      {"device", facts.device},
-      {"precision", facts.precision},
-      {"results", Json::array()},
-      {"seconds", facts.seconds},
-      {"provenance",
-       {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", nullptr}}}};
+  Json out = run_json(model, facts);
+  out["results"] = Json::array();
   for (const PolicyResult& result : results) out["results"].push_back(result_json(result));
   return out.dump(2) + "\n";
+}
+
+void write_run(TraceWriter& file, const Model& model, const RunFacts& facts) {
+  file.attribute("/run", "command", facts.command);
+  file.attribute("/run", "version", std::string(version()));
+  file.attribute("/run", "build", std::string(build_description()));
+  file.attribute("/run", "git", std::string(git_revision()));
+  file.attribute("/run", "model", facts.model_path);
+  file.attribute("/run", "model_type", model.type());
+  file.attribute("/run", "model_sha256", model.sha256());
+  file.attribute("/run", "tokens_file", facts.tokens_path);
+  file.attribute("/run", "precision", facts.precision);
+  file.attribute("/run", "reference", std::string("exact"));
 }
 
 void write_text(const std::string& path, const std::string& text) {
@@ -160,6 +175,13 @@ void write_text(const std::string& path, const std::string& text) {
   }
 }
 
+void check_writable(const std::string& path) {
+  if (path.empty() || path == "-") return;
+  const std::string part = path + ".part";
+  if (std::filesystem::is_directory(path) || !std::ofstream(part)) fail(path, ": cannot be written");
+  std::remove(part.c_str());
+}
+
 struct KlFile::Impl {
   TraceWriter file;
   TraceShape shape;
@@ -169,15 +191,7 @@ KlFile::KlFile(const std::string& path, const Model& model, const RunFacts& fact
                const std::vector<Policy>& policies)
     : impl_(std::make_unique<Impl>(Impl{TraceWriter(path), {tokens.sequences, tokens.length}})) {
   TraceWriter& file = impl_->file;
-  file.attribute("/run", "command", facts.command);
-  file.attribute("/run", "version", std::string(version()));
-  file.attribute("/run", "build", std::string(build_description()));
-  file.attribute("/run", "git", std::string(git_revision()));
-  file.attribute("/run", "model", facts.model_path);
-  file.attribute("/run", "model_type", model.type());
-  file.attribute("/run", "model_sha256", model.sha256());
-  file.attribute("/run", "precision", facts.precision);
-  file.attribute("/run", "reference", std::string("exact"));
+  write_run(file, model, facts);
   file.dataset("/run/input_ids", tokens.ids, impl_->shape, {"token id", "the tokens, [sequences, length]"});
   for (std::size_t i = 0; i < policies.size(); ++i) {
     file.attribute("/policies/" + std::to_string(i), "policy", policies[i].text());

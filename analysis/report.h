@@ -29,6 +29,9 @@ std::string kl_json(const Model& model, const RunFacts& facts, const std::vector
 /// Throws Error naming the file if it cannot be written.
 void write_text(const std::string& path, const std::string& text);
 
+/// Throws what write_text() would throw, before the work is done. Nothing to do for "-" and for no path.
+void check_writable(const std::string& path);
+
 /// The full data of a KL run: /run and /policies/NN with per-token values and per-layer errors, units and policy text
 /// as attributes. begin() before the run marks the file incomplete, write() after it fills and finishes it.
 class KlFile {

@@ -170,7 +170,7 @@ class Parser {
     std::sort(layers_.begin(), layers_.end());
     std::vector<std::pair<std::int64_t, std::int64_t>> merged;
     for (const auto& range : layers_) {
-      if (!merged.empty() && range.first <= merged.back().second + 1) {
+      if (!merged.empty() && range.first - 1 <= merged.back().second) {
         merged.back().second = std::max(merged.back().second, range.second);
       } else {
         merged.push_back(range);

@@ -1,6 +1,7 @@
 #include <omp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -48,13 +49,24 @@ Progress progress_bar() {
   };
 }
 
+namespace {
+
+/// A message quotes what the user gave, line breaks included.
+std::string one_line(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
+  return text;
+}
+
+}  // namespace
+
 }  // namespace replayssm::cli
 
 int main(int argc, char** argv) {
   using namespace replayssm;
   CLI::App app("What a state format, a replay length and shared or split precision do to a state-space language model");
   app.set_version_flag("--version", std::string("replayssm ") + version() + " (" + build_description() + ")");
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // with none, an unknown word would be reported as a missing command
   const std::map<CLI::App*, cli::Command> commands = [&] {
     std::map<CLI::App*, cli::Command> all;
     const auto add = [&](const char* name, const char* job, auto fill) {
@@ -62,19 +74,26 @@ int main(int argc, char** argv) {
       all[command] = fill(*command);
     };
     add("kl", "KL report: what each policy does to the model's next-token distributions", cli::add_kl);
+    add("layers", "Where the error comes from: every layer, local and propagated, and its part in the KL",
+        cli::add_layers);
     add("verify", "Compare the model's logits with those of a framework", cli::add_verify);
     add("inspect", "Layers, dimensions, state bytes and decay half-lives of a model", cli::add_inspect);
+    add("oracle", "Digits that each schedule and precision keeps: one layer in arbitrary precision", cli::add_oracle);
     add("formats", "Number formats: range, precision, codes", cli::add_formats);
     return all;
   }();
   try {
     app.parse(argc, argv);
-    return commands.at(app.get_subcommands().front())();
+    if (app.get_subcommands().empty()) fail("a command is required (see --help)");
+    const int status = commands.at(app.get_subcommands().front())();
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) || !std::cout.flush())
+      fail("standard output: cannot be written");
+    return status;
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    std::cerr << "replayssm: " << error.what() << " (see --help)\n";
+    std::cerr << "replayssm: " << cli::one_line(error.what()) << " (see --help)\n";
   } catch (const std::exception& error) {
-    std::cerr << "replayssm: " << error.what() << "\n";
+    std::cerr << "replayssm: " << cli::one_line(error.what()) << "\n";
   }
   return 2;
 }

@@ -5,6 +5,7 @@
 
 #include "analysis/cli/cli.h"
 #include "analysis/report.h"
+#include "core/error.h"
 
 namespace replayssm::cli {
 namespace {
@@ -17,6 +18,8 @@ struct Options {
 
 int run(const Options& options) {
   using Json = nlohmann::ordered_json;
+  if (!(options.bound >= 0)) fail("--bound must be a number of at least 0, found ", options.bound);
+  check_writable(options.json);
   const auto model = open_model(options.model);
   const auto backend = options.machine.backend();
   const Verification result = verify(*model, *backend, options.golden);

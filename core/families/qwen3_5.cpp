@@ -96,7 +96,7 @@ class Qwen35Model : public Model {
       config.wrong("'num_attention_heads' must be a multiple of 'num_key_value_heads'");
     }
     const Config rope = config.nested(config.has("rope_parameters") ? "rope_parameters" : "rope_scaling");
-    const std::string kind = rope.text("rope_type", "default");
+    const std::string kind = rope.text("rope_type", rope.text("type", "default"));  // older files: type
     if (kind != "default") config.wrong("rope_type '", kind, "' is not supported; known: default");
     theta_ = rope.number("rope_theta", config.number("rope_theta", 10000.0));
     const double part = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 0.25));

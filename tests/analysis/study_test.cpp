@@ -18,12 +18,12 @@ namespace {
 using Policies = std::vector<string>;
 constexpr double u = std::numeric_limits<double>::epsilon() / 2;  // unit roundoff
 
-std::vector<PolicyResult> study(const Model& model, const Tokens& tokens, const Policies& texts, int threads = 1,
-                                Precision precision = Precision::fp64) {
+std::vector<PolicyResult> study(const Model& model, const Tokens& tokens, const Policies& texts,
+                                const StudyOptions& options = {}, Precision precision = Precision::fp64) {
   std::vector<Policy> policies;
   for (const string& text : texts) policies.push_back(parse_policy(text));
-  const auto backend = reference_backend(precision, threads);
-  return run_study(model, *backend, tokens, policies, threads, {});
+  const auto backend = reference_backend(precision, options.threads);
+  return run_study(model, *backend, tokens, policies, options);
 }
 
 /// Ids without a pattern, for as many tokens as a test wants.
@@ -53,8 +53,11 @@ void expect_identical(const PolicyResult& a, const PolicyResult& b) {
   EXPECT_TRUE(same_bits(a.divergence.kl.sem, b.divergence.kl.sem));
   ASSERT_EQ(a.layers.size(), b.layers.size());
   for (std::size_t i = 0; i < a.layers.size(); ++i) {
-    EXPECT_TRUE(same_bits(a.layers[i].y_rel_l2, b.layers[i].y_rel_l2)) << "layer " << a.layers[i].layer;
-    EXPECT_TRUE(same_bits(a.layers[i].state_rel_l2, b.layers[i].state_rel_l2)) << "layer " << a.layers[i].layer;
+    const LayerResult &x = a.layers[i], &y = b.layers[i];
+    EXPECT_EQ(x.y_rel_l2.propagated, y.y_rel_l2.propagated) << "layer " << x.layer;
+    EXPECT_EQ(x.state_rel_l2.propagated, y.state_rel_l2.propagated) << "layer " << x.layer;
+    EXPECT_TRUE(same_bits(x.y_rel_l2.local, y.y_rel_l2.local)) << "layer " << x.layer;
+    EXPECT_TRUE(same_bits(x.state_rel_l2.local, y.state_rel_l2.local)) << "layer " << x.layer;
     EXPECT_EQ(a.layers[i].events.overflows, b.layers[i].events.overflows);
     EXPECT_EQ(a.layers[i].events.first_overflow, b.layers[i].events.first_overflow);
     EXPECT_EQ(a.layers[i].events.first_non_finite, b.layers[i].events.first_non_finite);
@@ -71,7 +74,8 @@ TEST_P(StudyTest, NullArmsAreExactlyZero) {
   for (const PolicyResult& r : study(*model_, tokens,
                                      {"exact", "replay(L=16, state=exact, order=sequential)",
                                       "replay(L=3, anchor=exact, read=exact, order=sequential)",
-                                      "eager(state=exact, layers=1)", "replay(L=1, state=exact, layers=0-1)"})) {
+                                      "eager(state=exact, layers=1)", "replay(L=1, state=exact, layers=0-1)"},
+                                     {.local = true, .chunk_tokens = 37})) {
     SCOPED_TRACE(r.policy.text());
     for (const TokenDivergence& t : r.tokens) {
       ASSERT_EQ(t.kl, 0);
@@ -101,8 +105,10 @@ TEST_P(StudyTest, NullArmsAreExactlyZero) {
     EXPECT_EQ(r.first_non_finite(), std::nullopt);
     EXPECT_EQ(std::ssize(r.layers), model_->ssm_layers());
     for (const LayerResult& layer : r.layers) {
-      EXPECT_EQ(layer.y_rel_l2, 0);
-      EXPECT_EQ(layer.state_rel_l2, 0);
+      for (const LayerError& error : {layer.y_rel_l2, layer.state_rel_l2}) {
+        EXPECT_EQ(error.propagated, 0);
+        EXPECT_EQ(error.local, 0);
+      }
     }
   }
 }
@@ -111,7 +117,7 @@ TEST_P(StudyTest, ClosedOrderOfExactFormatsDiffersByRoundingOnly) {
   const Tokens tokens = some_tokens(1, 70);
   const Policies closed = {"replay(L=16, state=exact)"};
   const PolicyResult in_fp64 = study(*model_, tokens, closed).front();
-  const PolicyResult in_fp32 = study(*model_, tokens, closed, 1, Precision::fp32).front();
+  const PolicyResult in_fp32 = study(*model_, tokens, closed, {}, Precision::fp32).front();
   // The true KL is of second order in differences of some 1e-15. What is left is the rounding of its sum
   // p d + (q - p): p and q are each good to 4 u (e^x, the sum, the quotient), and d to the rounding and the last place
   // of both logarithms of the normalising sums, below ln 97 + 1 each.
@@ -123,10 +129,11 @@ TEST_P(StudyTest, ClosedOrderOfExactFormatsDiffersByRoundingOnly) {
   for (std::size_t i = 0; i < in_fp64.layers.size(); ++i) {
     // The order is another one, so something must be there; errors of rounding scale with the precision, 2^-29, and two
     // draws of them differ by less than a factor of two in a norm over thousands of values.
-    EXPECT_GT(in_fp64.layers[i].y_rel_l2, 0);
-    EXPECT_GT(in_fp64.layers[i].state_rel_l2, 0);
-    EXPECT_LE(in_fp64.layers[i].y_rel_l2, 2 * std::ldexp(in_fp32.layers[i].y_rel_l2, -29));
-    EXPECT_LE(in_fp64.layers[i].state_rel_l2, 2 * std::ldexp(in_fp32.layers[i].state_rel_l2, -29));
+    EXPECT_GT(in_fp64.layers[i].y_rel_l2.propagated, 0);
+    EXPECT_GT(in_fp64.layers[i].state_rel_l2.propagated, 0);
+    EXPECT_LE(in_fp64.layers[i].y_rel_l2.propagated, 2 * std::ldexp(in_fp32.layers[i].y_rel_l2.propagated, -29));
+    EXPECT_LE(in_fp64.layers[i].state_rel_l2.propagated,
+              2 * std::ldexp(in_fp32.layers[i].state_rel_l2.propagated, -29));
   }
 }
 
@@ -134,15 +141,15 @@ TEST_P(StudyTest, SamePolicyTwiceAndAnyNumberOfThreadsGiveTheSameBits) {
   const Tokens tokens = some_tokens(2, 70);
   const Policies policies = {"eager(state=bf16)", "replay(L=16, anchor=fp32, read=int8:row)", "exact",
                              "eager(state=bf16)", "replay(L=4, state=e4m3:row, ring=bf16, loop=open)"};
-  const auto one = study(*model_, tokens, policies, 1);
+  const auto one = study(*model_, tokens, policies, {.local = true});
   expect_identical(one[0], one[3]);
   EXPECT_GT(one[0].divergence.kl.mean, 0);
   for (const int threads : {2, 3}) {
-    const auto more = study(*model_, tokens, policies, threads);
+    const auto more = study(*model_, tokens, policies, {.threads = threads, .local = true});
     for (std::size_t i = 0; i < policies.size(); ++i) expect_identical(one[i], more[i]);
   }
   // Neither do results depend on what else is in the study.
-  expect_identical(study(*model_, tokens, {policies[4]}).front(), one[4]);
+  expect_identical(study(*model_, tokens, {policies[4]}, {.local = true}).front(), one[4]);
 }
 
 TEST_P(StudyTest, SequencesAreIndependent) {
@@ -164,11 +171,11 @@ TEST_P(StudyTest, SequencesAreIndependent) {
     // sqrt(sum of differences / sum of references) lies between the least and the greatest of the parts.
     double least = std::numeric_limits<double>::infinity(), most = 0;
     for (const PolicyResult& r : alone) {
-      least = std::min(least, r.layers[i].y_rel_l2);
-      most = std::max(most, r.layers[i].y_rel_l2);
+      least = std::min(least, r.layers[i].y_rel_l2.propagated);
+      most = std::max(most, r.layers[i].y_rel_l2.propagated);
     }
-    EXPECT_GT(together.layers[i].y_rel_l2, least);
-    EXPECT_LT(together.layers[i].y_rel_l2, most);
+    EXPECT_GT(together.layers[i].y_rel_l2.propagated, least);
+    EXPECT_LT(together.layers[i].y_rel_l2.propagated, most);
   }
 }
 
@@ -178,15 +185,57 @@ TEST_P(StudyTest, LayersRestrictAPolicy) {
                        {"eager(state=bf16)", "eager(state=bf16, layers=0)", "eager(state=bf16, layers=1)",
                         "eager(state=bf16, layers=0+1)"});
   // The first layer's inputs are the reference's own, whatever comes behind it.
-  EXPECT_EQ(r[0].layers[0].y_rel_l2, r[1].layers[0].y_rel_l2);
-  EXPECT_EQ(r[0].layers[0].state_rel_l2, r[3].layers[0].state_rel_l2);
-  EXPECT_GT(r[1].layers[0].y_rel_l2, 0);
-  EXPECT_GT(r[1].layers[1].y_rel_l2, 0);  // exact itself, but behind a layer that is not
-  EXPECT_NE(r[1].layers[1].y_rel_l2, r[3].layers[1].y_rel_l2);
-  EXPECT_EQ(r[2].layers[0].y_rel_l2, 0);
-  EXPECT_EQ(r[2].layers[0].state_rel_l2, 0);
-  EXPECT_GT(r[2].layers[1].y_rel_l2, 0);
-  EXPECT_EQ(r[0].layers[1].y_rel_l2, r[3].layers[1].y_rel_l2);
+  EXPECT_EQ(r[0].layers[0].y_rel_l2.propagated, r[1].layers[0].y_rel_l2.propagated);
+  EXPECT_EQ(r[0].layers[0].state_rel_l2.propagated, r[3].layers[0].state_rel_l2.propagated);
+  EXPECT_GT(r[1].layers[0].y_rel_l2.propagated, 0);
+  EXPECT_GT(r[1].layers[1].y_rel_l2.propagated, 0);  // exact itself, but behind a layer that is not
+  EXPECT_NE(r[1].layers[1].y_rel_l2.propagated, r[3].layers[1].y_rel_l2.propagated);
+  EXPECT_EQ(r[2].layers[0].y_rel_l2.propagated, 0);
+  EXPECT_EQ(r[2].layers[0].state_rel_l2.propagated, 0);
+  EXPECT_GT(r[2].layers[1].y_rel_l2.propagated, 0);
+  EXPECT_EQ(r[0].layers[1].y_rel_l2.propagated, r[3].layers[1].y_rel_l2.propagated);
+}
+
+TEST_P(StudyTest, LocalErrorsAreThoseBehindTheReferencesStream) {
+  const Tokens tokens = some_tokens(2, 40);
+  const string policy = "replay(L=4, anchor=fp32, read=e4m3:row)";
+  const auto without = study(*model_, tokens, {policy}).front();
+  SquaredError observed;  // of layer 1, over all that observe() is shown
+  std::int64_t rows = 0;
+  const auto backend = reference_backend(Precision::fp64, 1);
+  const auto observe = [&](const LayerChunk& chunk) {
+    EXPECT_EQ(chunk.policy, 0u);
+    EXPECT_EQ(chunk.first_token % 16, 0);
+    if (chunk.layer != 1) return;
+    rows += chunk.y_local.rows;
+    const Values y = read_all(*backend, chunk.y_local), exact = read_all(*backend, chunk.y_reference);
+    for (std::size_t i = 0; i < y.size(); ++i) {
+      observed += {(y[i] - exact[i]) * (y[i] - exact[i]), exact[i] * exact[i]};
+    }
+  };
+  const auto with = study(*model_, tokens, {policy}, {.local = true}).front();
+  const auto seen = study(*model_, tokens, {policy}, {.local = true, .chunk_tokens = 16, .observe = observe}).front();
+  EXPECT_EQ(rows, 80);
+  // Two sums of n positive terms, each good to n u and then some.
+  const double n =
+      80.0 * static_cast<double>(model_->layers()[1].recurrence->heads * model_->layers()[1].recurrence->head_dim);
+  EXPECT_NEAR(observed.relative(), seen.layers[1].y_rel_l2.local, 2 * n * u * observed.relative());
+
+  for (std::size_t i = 0; i < with.layers.size(); ++i) {
+    EXPECT_TRUE(std::isnan(without.layers[i].y_rel_l2.local));
+    EXPECT_TRUE(std::isnan(without.layers[i].state_rel_l2.local));
+    EXPECT_EQ(without.layers[i].y_rel_l2.propagated, with.layers[i].y_rel_l2.propagated);
+    EXPECT_EQ(without.layers[i].state_rel_l2.propagated, with.layers[i].state_rel_l2.propagated);
+    // What the policy does to a layer on the reference's stream is what it does when it holds for this layer alone.
+    const string alone = policy.substr(0, policy.size() - 1) + ", layers=" + std::to_string(i) + ")";
+    const LayerResult expected = study(*model_, tokens, {alone}).front().layers[i];
+    EXPECT_EQ(with.layers[i].y_rel_l2.local, expected.y_rel_l2.propagated) << i;
+    EXPECT_EQ(with.layers[i].state_rel_l2.local, expected.state_rel_l2.propagated) << i;
+    EXPECT_GT(with.layers[i].y_rel_l2.local, 0);
+  }
+  EXPECT_EQ(with.layers[0].y_rel_l2.local, with.layers[0].y_rel_l2.propagated);
+  EXPECT_NE(with.layers[1].y_rel_l2.local, with.layers[1].y_rel_l2.propagated);
+  for (std::size_t t = 0; t < with.tokens.size(); ++t) EXPECT_EQ(with.tokens[t].kl, without.tokens[t].kl) << t;
 }
 
 /// KL(p || q) in nats from logits, as its definition says, in long double.
@@ -230,8 +279,10 @@ TEST_P(StudyTest, FiguresAreThoseOfALiteralRun) {
                  exact = read_all(*backend, reference.cache(i).readout);
     const Values s = run.cache(i).state->effective(), s0 = reference.cache(i).state->effective();
     // Sums of n positive terms, each good to 2 u.
-    EXPECT_NEAR(layer.y_rel_l2, relative_l2(ours, exact), static_cast<double>(ours.size()) * 2 * u * layer.y_rel_l2);
-    EXPECT_NEAR(layer.state_rel_l2, relative_l2(s, s0), static_cast<double>(s.size()) * 2 * u * layer.state_rel_l2);
+    EXPECT_NEAR(layer.y_rel_l2.propagated, relative_l2(ours, exact),
+                static_cast<double>(ours.size()) * 2 * u * layer.y_rel_l2.propagated);
+    EXPECT_NEAR(layer.state_rel_l2.propagated, relative_l2(s, s0),
+                static_cast<double>(s.size()) * 2 * u * layer.state_rel_l2.propagated);
   }
   EXPECT_EQ(at, result.layers.size());
 }

@@ -111,6 +111,14 @@ TEST_F(ModelTest, RotaryParametersAtTopLevelOrNested) {
   mixed.config["rope_parameters"].erase("partial_rotary_factor");
   mixed.config["partial_rotary_factor"] = 0.5;
   expect_same(mixed, plain, "qwen3_5");
+  mixed.config["rope_parameters"].erase("rope_theta");
+  mixed.config["rope_theta"] = 500.0;
+  expect_same(mixed, plain, "qwen3_5");
+  // A scaling that is not known is never left out, whichever of its names the file uses.
+  for (const char* key : {"type", "rope_type"}) {
+    top.config["rope_scaling"] = {{key, "linear"}, {"factor", 2.0}};
+    expect_refused(top, {"config.json", "'linear'"});
+  }
 }
 
 TEST_F(ModelTest, PaddedVocabulary) {

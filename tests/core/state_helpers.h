@@ -25,10 +25,9 @@ struct Kind {
     return {recurrence, heads, groups, p, n};
   }
 };
-using Kinds =
-    testing::Types<Kind<Recurrence::mamba2, float>, Kind<Recurrence::mamba2, double>,
-                   Kind<Recurrence::gated_delta, float>, Kind<Recurrence::gated_delta, double>,
-                   Kind<Recurrence::kda, float>, Kind<Recurrence::kda, double>>;
+using Kinds = testing::Types<Kind<Recurrence::mamba2, float>, Kind<Recurrence::mamba2, double>,
+                             Kind<Recurrence::gated_delta, float>, Kind<Recurrence::gated_delta, double>,
+                             Kind<Recurrence::kda, float>, Kind<Recurrence::kda, double>>;
 
 /// Tokens [head][token].
 template <class Real>
@@ -58,7 +57,8 @@ LayerInputs<Real> Inputs(const Stream<Real>& stream, std::size_t begin, std::siz
       if (x.rate) fields[5] = {*x.rate};
     }
     const auto rows = [&](std::size_t i) {
-      return Rows<Real>{fields[i].data(), end == begin ? 0 : static_cast<std::int64_t>(fields[i].size() / (end - begin))};
+      return Rows<Real>{fields[i].data(),
+                        end == begin ? 0 : static_cast<std::int64_t>(fields[i].size() / (end - begin))};
     };
     out.heads.push_back({.v = rows(0),
                          .w = rows(1),
@@ -111,7 +111,8 @@ inline bool operator==(const RangeEvents& a, const RangeEvents& b) {
 /// Policies of every kind: eager, shared, split; both orders; both loops; exact and rounded rings and states.
 inline std::vector<std::string> PoliciesOfEveryKind() {
   std::vector<std::string> all = {"exact", "eager(state=bf16)", "eager(state=int8:row)", "replay(L=1, read=bf16)"};
-  for (const char* states : {"state=exact", "state=e4m3:row", "anchor=exact, read=bf16", "anchor=fp32, read=int4:row"}) {
+  for (const char* states :
+       {"state=exact", "state=e4m3:row", "anchor=exact, read=bf16", "anchor=fp32, read=int4:row"}) {
     for (const char* ring : {"", ", ring=bf16", ", ring.u=bf16"}) {
       for (const char* rest : {"", ", order=sequential", ", loop=open", ", order=sequential, loop=open"}) {
         all.push_back(std::string("replay(L=7, ") + states + ring + rest + ")");

@@ -143,7 +143,8 @@ void FollowAll(const RecurrenceShape& shape, int length, const std::string& stat
   using Real = typename Kind::Real;
   const std::string text = "replay(L=" + std::to_string(length) + ", " + states + ring.text;
   for (const char* loop : {", loop=closed", ", loop=open"}) {
-    const Policy closed = parse_policy(text + loop + ")"), sequential = parse_policy(text + loop + ", order=sequential)");
+    const Policy closed = parse_policy(text + loop + ")"),
+                 sequential = parse_policy(text + loop + ", order=sequential)");
     const bool edges = is_delta_rule(Kind::recurrence) && closed.loop == Loop::open && !ring.formats().u.exact();
     if (std::is_same_v<Real, float> && edges) continue;
     Follow<Real, oracle::Sums>(shape, closed, ring, tokens);

@@ -60,7 +60,8 @@ TYPED_TEST(StateTags, AreAllHeldByEveryPolicy) {
     const std::string f(format);
     for (const std::string& states : {"state=" + f, "anchor=" + f + ", read=" + f}) {
       for (const char* length : {"1", "2", "3", "4", "16", "64"}) {
-        for (const char* rest : {"", ", order=sequential", ", loop=open", ", order=sequential, loop=open", ", ring=bf16"}) {
+        for (const char* rest :
+             {"", ", order=sequential", ", loop=open", ", order=sequential, loop=open", ", ring=bf16"}) {
           const Policy policy = parse_policy(std::string("replay(L=") + length + ", " + states + rest + ")");
           SCOPED_TRACE(policy.text());
           State<Real> state(TagShape<TypeParam>(count), policy);
@@ -105,7 +106,8 @@ TYPED_TEST(StateTags, OfEmptySequences) {
       start.back() = started ? std::ldexp(Real(1024), static_cast<int>(i)) : Real(0);
       state.set(start.data());
       Advance(state, stream, bounds[i], bounds[i + 1]);
-      EXPECT_EQ(Sum(state.effective(0)), (replaced ? 0 : start.back()) + SumOfTags<Real>(bounds[i], bounds[i + 1])) << i;
+      EXPECT_EQ(Sum(state.effective(0)), (replaced ? 0 : start.back()) + SumOfTags<Real>(bounds[i], bounds[i + 1]))
+          << i;
     }
   }
 }
@@ -123,12 +125,14 @@ TEST(StateTags, ThatDoNotFitAreRoundedAfterTheOutput) {
 TYPED_TEST(StateTags, LayoutIsHeadDimByStateDim) {
   using Real = TypeParam::Real;
   const auto tokens = [](std::size_t p, std::size_t n) {
-    Token<Real> x{std::vector<Real>(p, Real(0)), std::vector<Real>(n, Real(0)), std::vector<Real>(n, Real(0)), {}, 1, {}};
+    Token<Real> x{
+        std::vector<Real>(p, Real(0)), std::vector<Real>(n, Real(0)), std::vector<Real>(n, Real(0)), {}, 1, {}};
     x.c[0] = 1;
     x.g.assign(has_column_decay(TypeParam::recurrence) ? n : 1, Real(0));
     return OneHead<Real>({x, x});
   };
-  for (const char* text : {"exact", "replay(L=2, state=fp32)", "replay(L=8, anchor=fp32, read=bf16, order=sequential)"}) {
+  for (const char* text :
+       {"exact", "replay(L=2, state=fp32)", "replay(L=8, anchor=fp32, read=bf16, order=sequential)"}) {
     const Real square[] = {1, 2, 3, 4}, wide[] = {1, 2, 3, 4, 5, 6};
     State<Real> two(TypeParam::shape(2, 2), parse_policy(text)), three(TypeParam::shape(3, 2), parse_policy(text));
     two.set(square);

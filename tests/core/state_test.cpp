@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "core/error.h"
@@ -38,7 +40,8 @@ TYPED_TEST(StateBits, ReplayOfLengthOneIsEager) {
     const Stream<Real> stream = RandomStream<Real>(shape, 20);
     for (const char* format : {"exact", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2", "tf32:row", "fp16:row",
                                "bf16:row", "e4m3:row", "e5m2:row", "int8:row", "int4:row"}) {
-      for (const char* rest : {"", ", order=sequential", ", loop=open", ", order=sequential, loop=open", ", ring=bf16"}) {
+      for (const char* rest :
+           {"", ", order=sequential", ", loop=open", ", order=sequential, loop=open", ", ring=bf16"}) {
         const std::string state = std::string("state=") + format;
         ExpectSame(shape, stream, "eager(" + state + ")", "replay(L=1, " + state + rest + ")");
       }
@@ -56,7 +59,8 @@ TYPED_TEST(StateBits, SequentialReplayWithExactFormatsIsTheReference) {
     for (const char* length : {"1", "2", "3", "16", "64"}) {
       for (const char* states : {"state=exact", "anchor=exact, read=exact"}) {
         for (const char* loop : {"closed", "open"}) {
-          const std::string text = std::string("replay(L=") + length + ", " + states + ", order=sequential, loop=" + loop + ")";
+          const std::string text =
+              std::string("replay(L=") + length + ", " + states + ", order=sequential, loop=" + loop + ")";
           State<Real> state(shape, parse_policy(text));
           EXPECT_TRUE(SameBits(Run(state, stream), y)) << text;
           for (std::int64_t h = 0; h < shape.heads; ++h) {
@@ -251,9 +255,12 @@ TEST(State, KeepsACheckpointForEveryFlushAndACopyWhereSplit) {
 }
 
 TEST(State, RefusesShapesThatAreNone) {
-  for (const RecurrenceShape& shape : {RecurrenceShape{Recurrence::kda, 0, 1, 2, 2}, {Recurrence::kda, 2, 0, 2, 2},
-                                       {Recurrence::kda, 2, 1, 0, 2}, {Recurrence::kda, 2, 1, 2, -1},
-                                       {Recurrence::kda, 3, 2, 2, 2}, {}}) {
+  for (const RecurrenceShape& shape : {RecurrenceShape{Recurrence::kda, 0, 1, 2, 2},
+                                       {Recurrence::kda, 2, 0, 2, 2},
+                                       {Recurrence::kda, 2, 1, 0, 2},
+                                       {Recurrence::kda, 2, 1, 2, -1},
+                                       {Recurrence::kda, 3, 2, 2, 2},
+                                       {}}) {
     try {
       State<float> state(shape, exact_policy());
       FAIL() << "accepted";

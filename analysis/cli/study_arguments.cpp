@@ -1,0 +1,84 @@
+#include "analysis/cli/study_arguments.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace replayssm::cli {
+namespace {
+
+/// The tokens to run: `sequences` rows of at most max_tokens each. A single row is cut into consecutive sequences.
+Tokens select(const Tokens& all, const StudyArguments& arguments) {
+  Tokens out = all;
+  if (arguments.sequences > 1 && all.sequences == 1) {
+    out.sequences = arguments.sequences;
+    out.length = all.length / arguments.sequences;
+    if (arguments.max_tokens > 0) out.length = std::min(out.length, arguments.max_tokens);
+    if (out.length == 0) {
+      fail(arguments.tokens_file, ": ", all.length, " tokens are too few for --sequences ", arguments.sequences);
+    }
+    out.ids.resize(static_cast<std::size_t>(out.sequences * out.length));
+    return out;
+  }
+  if (arguments.sequences > all.sequences) {
+    fail(arguments.tokens_file, ": holds ", all.sequences, " sequences, --sequences asks for ", arguments.sequences);
+  }
+  if (arguments.sequences > 0) out.sequences = arguments.sequences;
+  if (arguments.max_tokens > 0) out.length = std::min(all.length, arguments.max_tokens);
+  out.ids.clear();
+  for (std::int64_t b = 0; b < out.sequences; ++b) {
+    const auto row = all.ids.begin() + b * all.length;
+    out.ids.insert(out.ids.end(), row, row + out.length);
+  }
+  return out;
+}
+
+/// What would otherwise come out after the files are made.
+void check_vocabulary(const Tokens& tokens, const Model& model, const std::string& file) {
+  for (std::int64_t i = 0; i < std::ssize(tokens.ids); ++i) {
+    const std::int32_t id = tokens.ids[static_cast<std::size_t>(i)];
+    if (id < model.vocabulary()) continue;
+    fail(file, ": token ", id, " at [", i / tokens.length, ", ", i % tokens.length, "] is not in the vocabulary of ",
+         model.vocabulary());
+  }
+}
+
+}  // namespace
+
+void StudyArguments::add_to(CLI::App& app) {
+  app.add_option("MODEL", model, "Hugging Face folder")->required();
+  app.add_option("--tokens", tokens_file, "Token ids: .safetensors with input_ids, .npy, or text")->required();
+  app.add_option("--max-tokens", max_tokens, "At most so many tokens of each sequence")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
+  app.add_option("--sequences", sequences, "So many sequences of the file; a file of one sequence is cut into so many")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
+  app.add_option("-p,--policy", policy_texts,
+                 "Policy such as 'replay(L=16, anchor=fp32, read=int8:row)'; may be given again")
+      ->allow_extra_args(false);
+  app.add_option("--json", json, "Write the report as JSON to a file, or to standard output with -");
+  app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");
+  machine.add_to(app);
+}
+
+StudyInput::StudyInput(const StudyArguments& arguments, const std::string& command,
+                       std::vector<Policy> default_policies) {
+  for (const std::string& text : arguments.policy_texts) policies.push_back(parse_policy(text));
+  if (policies.empty()) policies = std::move(default_policies);
+  tokens = select(read_tokens(arguments.tokens_file), arguments);
+  model = open_model(arguments.model);
+  backend = arguments.machine.backend();
+  check_vocabulary(tokens, *model, arguments.tokens_file);
+  for (const Policy& policy : policies) check_policy(*model, policy, tokens.length);
+  check_writable(arguments.json);
+  facts = {.command = command,
+           .model_path = arguments.model,
+           .tokens_path = arguments.tokens_file,
+           .tokens = tokens.length,
+           .sequences = tokens.sequences,
+           .device = arguments.machine.device,
+           .precision = arguments.machine.precision,
+           .threads = arguments.machine.threads,
+           .seconds = 0};
+}
+
+}  // namespace replayssm::cli

@@ -1,0 +1,389 @@
+#include "analysis/oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "core/delta_rule.h"
+#include "core/error.h"
+#include "core/literal.h"
+#include "core/mamba2.h"
+#include "core/parallel.h"
+#include "core/state.h"
+
+namespace replayssm {
+namespace {
+
+constexpr std::int64_t block_tokens = 64;  // tokens between two looks at the state
+constexpr std::int64_t task_rows = 16;     // rows of the state that one task advances
+
+/// What one head is fed over a block of tokens: the fields of Mamba2Inputs or DeltaInputs in their order, [tokens,
+/// width] each.
+struct RawHead {
+  RecurrenceShape shape;  ///< of this head alone
+  std::int64_t tokens = 0;
+  std::vector<std::vector<double>> fields;
+  std::vector<double> A_log, dt_bias;
+  double dt_min = 0, dt_max = 0, beta_scale = 1;
+};
+
+std::vector<double> columns(Backend& backend, const Tensor& x, std::int64_t first, std::int64_t count) {
+  std::vector<double> out(static_cast<std::size_t>(x.rows * count));
+  backend.read(x.slice(first, count), out.data());
+  return out;
+}
+
+std::vector<double> elements(const TensorView& weight, std::int64_t first, std::int64_t count) {
+  std::vector<double> out(static_cast<std::size_t>(count));
+  widen(weight, static_cast<std::size_t>(first), out.size(), out.data());
+  return out;
+}
+
+RawHead raw_head(Backend& backend, const Mamba2Call& call, std::int64_t head) {
+  const auto& [recurrence, heads, groups, P, N] = call.shape;
+  const std::int64_t group = call.shape.group(head) * N;
+  return {.shape = {recurrence, 1, 1, P, N},
+          .tokens = call.x.rows,
+          .fields = {columns(backend, call.x, head * P, P), columns(backend, call.B, group, N),
+                     columns(backend, call.C, group, N), columns(backend, call.dt, head, 1)},
+          .A_log = elements(*call.A_log, head, 1),
+          .dt_bias = elements(*call.dt_bias, head, 1),
+          .dt_min = call.dt_min,
+          .dt_max = call.dt_max};
+}
+
+RawHead raw_head(Backend& backend, const DeltaCall& call, std::int64_t head) {
+  const auto& [recurrence, heads, groups, P, N] = call.shape;
+  const std::int64_t group = call.shape.group(head) * N, D = call.shape.decay_dim();
+  return {.shape = {recurrence, 1, 1, P, N},
+          .tokens = call.v.rows,
+          .fields = {columns(backend, call.q, group, N), columns(backend, call.k, group, N),
+                     columns(backend, call.v, head * P, P), columns(backend, call.gate, head * D, D),
+                     columns(backend, call.beta, head, 1)},
+          .A_log = elements(*call.A_log, head, 1),
+          .dt_bias = elements(*call.dt_bias, head * D, D),
+          .beta_scale = call.beta_scale};
+}
+
+RawHead rounded_to_float(RawHead head) {
+  const auto round = [](double& x) { x = static_cast<double>(static_cast<float>(x)); };
+  for (auto& field : head.fields) std::ranges::for_each(field, round);
+  std::ranges::for_each(head.A_log, round);
+  std::ranges::for_each(head.dt_bias, round);
+  for (double* x : {&head.dt_min, &head.dt_max, &head.beta_scale}) round(*x);
+  return head;
+}
+
+void check_finite(const RawHead& head, std::int64_t layer, std::int64_t index, std::int64_t first_token) {
+  for (const auto& field : head.fields) {
+    const auto bad = std::ranges::find_if(field, [](double x) { return !std::isfinite(x); });
+    if (bad == field.end()) continue;
+    const std::int64_t width = std::ssize(field) / head.tokens;
+    fail("layer ", layer, ", head ", index, ", token ", first_token + (bad - field.begin()) / width,
+         ": the inputs of the recurrence must be finite in fp32 and fp64, found ", *bad);
+  }
+}
+
+/// The inputs of one head in Real, with the raw values that they point to.
+template <class Real>
+struct Prepared {
+  std::vector<std::vector<Real>> raw;
+  LayerInputs<Real> inputs;
+};
+
+template <class Real>
+Prepared<Real> prepare_head(const RawHead& in) {
+  Prepared<Real> out;
+  const auto add = [&out](const std::vector<double>& values) {
+    out.raw.emplace_back();
+    for (const double x : values) out.raw.back().push_back(static_cast<Real>(x));
+  };
+  for (const auto& field : in.fields) add(field);
+  add(in.A_log);
+  add(in.dt_bias);
+  const auto rows = [&](std::size_t i) { return Rows<Real>{out.raw[i].data(), std::ssize(out.raw[i]) / in.tokens}; };
+  const Real *A_log = out.raw[in.fields.size()].data(), *dt_bias = out.raw.back().data();
+  if (is_delta_rule(in.shape.recurrence)) {
+    out.inputs = prepare(DeltaInputs<Real>{in.shape, in.tokens, rows(0), rows(1), rows(2), rows(3), rows(4), A_log,
+                                           dt_bias, in.beta_scale});
+  } else {
+    out.inputs = prepare(Mamba2Inputs<Real>{in.shape, in.tokens, rows(0), rows(1), rows(2), rows(3), A_log, dt_bias,
+                                            in.dt_min, in.dt_max});
+  }
+  return out;
+}
+
+/// -log10 of the relative L2 error of x [n]; infinite where there is none, -infinite for values that are not finite.
+template <class Real, class Value>
+double correct_digits(const Value* x, const Real* truth, std::int64_t n) {
+  Real difference(0), norm(0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    Real d(x[i]);
+    d -= truth[i];
+    add_product(difference, d, d);
+    add_product(norm, truth[i], truth[i]);
+  }
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  if (!isfinite(difference) || (norm == 0 && difference != 0)) return -infinity;
+  if (difference == 0) return infinity;
+  return static_cast<double>(log10(Real(norm / difference))) / 2;
+}
+
+/// The literal recurrence of some heads in Real.
+template <class Real>
+class LiteralHeads {
+ public:
+  LiteralHeads(const RecurrenceShape& shape, std::size_t count, int digits)
+      : shape_(shape), digits_(digits), y_(count) {
+    use_digits();
+    states_.assign(count, std::vector<Real>(static_cast<std::size_t>(shape.head_dim * shape.state_dim), Real(0)));
+  }
+
+  /// To be called by every thread before it computes with what is in here.
+  void use_digits() const { set_working_digits<Real>(digits_); }
+
+  void advance(const std::vector<RawHead>& heads, int threads) {
+    const std::int64_t P = shape_.head_dim, N = shape_.state_dim, D = shape_.decay_dim();
+    const std::int64_t tokens = heads.front().tokens, parts = (P + task_rows - 1) / task_rows;
+    std::vector<Prepared<Real>> prepared(heads.size());
+    std::vector<std::vector<Real>> decays(heads.size());
+    parallel_for(std::ssize(heads), threads, [&](std::int64_t task) {
+      use_digits();
+      const auto i = static_cast<std::size_t>(task);
+      prepared[i] = prepare_head<Real>(heads[i]);
+      const Real* log_decay = prepared[i].inputs.heads.front().log_decay[0];
+      for (std::int64_t d = 0; d < tokens * D; ++d) decays[i].push_back(exp(log_decay[d]));
+      y_[i].assign(static_cast<std::size_t>(tokens * P), Real(0));
+    });
+    parallel_for(std::ssize(heads) * parts, threads, [&](std::int64_t task) {
+      use_digits();
+      const auto i = static_cast<std::size_t>(task / parts);
+      const std::int64_t first = task % parts * task_rows, rows = std::min(task_rows, P - first);
+      const HeadInputs<Real>& in = prepared[i].inputs.heads.front();
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        Record<Real> record = in.record(t);
+        record.v += first;
+        literal_step(shape_, record, decays[i].data() + t * D, in.c[t], rows, states_[i].data() + first * N,
+                     y_[i].data() + t * P + first);
+      }
+    });
+  }
+
+  /// Of the last call, [tokens, head_dim].
+  const std::vector<Real>& y(std::size_t head) const { return y_[head]; }
+  const std::vector<Real>& state(std::size_t head) const { return states_[head]; }
+
+ private:
+  RecurrenceShape shape_;
+  int digits_;
+  std::vector<std::vector<Real>> states_, y_;
+};
+
+/// Every policy's state of every head in one precision.
+template <class Real>
+using States = std::vector<std::vector<State<Real>>>;
+
+/// One layer: the oracle in Work, its check in Check, and the runs that are measured. Head i has two oracles: number
+/// 2 i on the inputs in binary64, number 2 i + 1 on these rounded to binary32.
+template <class Work, class Check>
+class LayerOracle {
+ public:
+  LayerOracle(const RecurrenceShape& shape, const OracleOptions& options, OracleResult& result)
+      : options_(options),
+        result_(result),
+        shape_{shape.recurrence, 1, 1, shape.head_dim, shape.state_dim},
+        work_(shape_, 2 * result.heads.size(), result.working_digits),
+        check_(shape_, 2 * result.heads.size(), result.check_digits),
+        agreement_(2 * result.heads.size(), std::numeric_limits<double>::infinity()) {
+    const std::size_t values = result.heads.size() * static_cast<std::size_t>(result.tokens);
+    const auto add = [&](const std::string& text) {
+      const Policy policy = parse_policy(text);
+      states64_.emplace_back(result.heads.size(), State<double>(shape_, policy));
+      states32_.emplace_back(result.heads.size(), State<float>(shape_, policy));
+      for (const Precision precision : {Precision::fp64, Precision::fp32}) {
+        result.runs.push_back({policy, precision, std::vector<double>(values), {}});
+      }
+    };
+    add("exact");
+    for (const std::int64_t length : options.lengths) {
+      const std::string replay = "replay(L=" + std::to_string(length) + ", state=exact, order=";
+      for (const char* order : {"closed)", "sequential)"}) add(replay + order);
+    }
+  }
+
+  /// A block of tokens from `first_token`; what every head is fed.
+  void advance(const std::vector<RawHead>& heads, std::int64_t first_token) {
+    std::vector<RawHead> inputs;
+    for (std::size_t i = 0; i < heads.size(); ++i) {
+      inputs.push_back(heads[i]);
+      inputs.push_back(rounded_to_float(heads[i]));
+      check_finite(inputs.back(), options_.layer, result_.heads[i], first_token);
+    }
+    const std::int64_t tokens = heads.front().tokens;
+    result_.block_ends.push_back(first_token + tokens - 1);
+    for (KeptDigits& run : result_.runs) run.state.resize(result_.block_ends.size() * heads.size());
+    // One precision after the other: see set_working_digits().
+    work_.advance(inputs, options_.threads);
+    parallel_for(std::ssize(heads), options_.threads, [&](std::int64_t head) {
+      work_.use_digits();
+      const auto i = static_cast<std::size_t>(2 * head);
+      measure(states64_, Precision::fp64, inputs[i], i, first_token);
+      measure(states32_, Precision::fp32, inputs[i + 1], i + 1, first_token);
+    });
+    check_.advance(inputs, options_.threads);
+    parallel_for(std::ssize(inputs), options_.threads, [&](std::int64_t task) {
+      check_.use_digits();
+      const auto i = static_cast<std::size_t>(task);
+      const std::int64_t P = shape_.head_dim;
+      double& least = agreement_[i];
+      for (std::int64_t at = 0; at < tokens * P; at += P) {
+        least = std::min(least, correct_digits(work_.y(i).data() + at, check_.y(i).data() + at, P));
+      }
+      least =
+          std::min(least, correct_digits(work_.state(i).data(), check_.state(i).data(), std::ssize(work_.state(i))));
+    });
+  }
+
+  /// The least agreement of oracle and check so far.
+  double agreement() const { return std::ranges::min(agreement_); }
+
+ private:
+  template <class Real>
+  void measure(States<Real>& states, Precision precision, const RawHead& raw, std::size_t oracle,
+               std::int64_t first_token) {
+    const std::size_t head = oracle / 2, heads = result_.heads.size();
+    const std::int64_t P = shape_.head_dim;
+    const double most = options_.digits;
+    const Prepared<Real> in = prepare_head<Real>(raw);
+    std::vector<Real> y(static_cast<std::size_t>(raw.tokens * P));
+    for (std::size_t p = 0; p < states.size(); ++p) {
+      State<Real>& state = states[p][head];
+      KeptDigits& run = result_.runs[2 * p + (precision == Precision::fp32 ? 1 : 0)];
+      state.advance_head(0, in.inputs, y.data(), P);
+      for (std::int64_t t = 0; t < raw.tokens; ++t) {
+        run.y[static_cast<std::size_t>(first_token + t) * heads + head] =
+            std::min(most, correct_digits(y.data() + t * P, work_.y(oracle).data() + t * P, P));
+      }
+      const std::vector<Real> s = state.effective(0);
+      run.state[(result_.block_ends.size() - 1) * heads + head] =
+          std::min(most, correct_digits(s.data(), work_.state(oracle).data(), std::ssize(s)));
+    }
+  }
+
+  const OracleOptions& options_;
+  OracleResult& result_;
+  RecurrenceShape shape_;  // of one head
+  LiteralHeads<Work> work_;
+  LiteralHeads<Check> check_;
+  States<double> states64_;
+  States<float> states32_;
+  std::vector<double> agreement_;
+};
+
+template <class Work, class Check>
+void measure(const Model& model, Backend& backend, std::span<const std::int32_t> ids, const OracleOptions& options,
+             OracleResult& result) {
+  LayerOracle<Work, Check> oracle(*result.layer.recurrence, options, result);
+  std::vector<LayerCache> caches(static_cast<std::size_t>(options.layer + 1));
+  for (std::size_t i = 0; i < caches.size(); ++i) {
+    if (const auto& shape = model.layers()[i].recurrence) caches[i].state = backend.new_state(*shape, exact_policy());
+  }
+  const Tensor all = model.embed(backend, ids);
+  for (std::int64_t t = 0; t < all.rows; t += block_tokens) {
+    Tensor x = all.range(t, std::min(block_tokens, all.rows - t));
+    for (std::size_t i = 0; i < caches.size(); ++i) {
+      x = model.forward(backend, static_cast<std::int64_t>(i), x, caches[i]);
+    }
+    std::vector<RawHead> heads;
+    for (const std::int64_t head : result.heads) {
+      heads.push_back(std::visit([&](const auto& call) { return raw_head(backend, call, head); }, *caches.back().call));
+    }
+    oracle.advance(heads, t);
+    if (options.progress) options.progress(t + x.rows, all.rows);
+  }
+  // No agreement goes beyond the digits that there are.
+  result.confirmed = static_cast<int>(std::clamp(oracle.agreement(), 0.0, static_cast<double>(result.working_digits)));
+}
+
+/// What computes an oracle and its check, in at least so many digits; working_digits and check_digits become what they
+/// have.
+using Measure = decltype(&measure<QuadReal, FixedReal<70>>);
+
+#ifdef REPLAYSSM_HAVE_MPFR
+constexpr int most_digits = 10'000;
+
+Measure choose(OracleResult& result) {
+  result.arithmetic = std::string("MPFR ") + mpfr_get_version();
+  return measure<RunTimeReal, RunTimeReal>;
+}
+#else
+constexpr int most_digits = 140;
+
+template <class Work, class Check>
+bool suffices(OracleResult& result) {
+  constexpr int work = std::numeric_limits<Work>::digits10, check = std::numeric_limits<Check>::digits10;
+  if (result.working_digits > work || result.check_digits > check) return false;
+  result.working_digits = work;
+  result.check_digits = check;
+  return true;
+}
+
+Measure choose(OracleResult& result) {
+  result.arithmetic = "Boost.Multiprecision";
+  if (suffices<QuadReal, FixedReal<70>>(result)) return measure<QuadReal, FixedReal<70>>;
+  if (suffices<FixedReal<70>, FixedReal<140>>(result)) return measure<FixedReal<70>, FixedReal<140>>;
+  suffices<FixedReal<most_digits>, FixedReal<2 * most_digits>>(result);
+  return measure<FixedReal<most_digits>, FixedReal<2 * most_digits>>;
+}
+#endif
+
+void check_options(const Model& model, const Backend& backend, std::size_t tokens, const OracleOptions& options) {
+  const auto& layers = model.layers();
+  if (options.layer < 0 || options.layer >= std::ssize(layers)) {
+    fail("layer ", options.layer, ": expected 0 .. ", layers.size() - 1, ", the layers of the model");
+  }
+  const LayerInfo& layer = layers[static_cast<std::size_t>(options.layer)];
+  if (!layer.recurrence) {
+    fail("layer ", options.layer, " is of kind ", layer.kind, ": expected one with a recurrence");
+  }
+  for (std::size_t i = 0; i < options.heads.size(); ++i) {
+    const std::int64_t head = options.heads[i], last = layer.recurrence->heads - 1;
+    if (head < 0 || head > last) fail("head ", head, ": expected 0 .. ", last, ", the heads of layer ", options.layer);
+    if (i > 0 && head <= options.heads[i - 1])
+      fail("heads must ascend, found ", head, " behind ", options.heads[i - 1]);
+  }
+  if (options.guard < 0 || options.guard >= most_digits) {
+    fail("guard digits ", options.guard, ": expected 0 .. ", most_digits - 1);
+  }
+  if (options.digits < 1 || options.digits > most_digits - options.guard) {
+    fail("digits ", options.digits, ": this build works with 1 .. ", most_digits - options.guard, " and ",
+         options.guard, " guard digits");
+  }
+  if (backend.precision() != Precision::fp64) fail("the oracle takes the inputs of an fp64 backend, found fp32");
+  if (tokens == 0) fail("the oracle needs at least one token, found none");
+}
+
+}  // namespace
+
+int max_oracle_digits() { return most_digits; }
+
+OracleResult run_oracle(const Model& model, Backend& backend, std::span<const std::int32_t> ids,
+                        const OracleOptions& options) {
+  check_options(model, backend, ids.size(), options);
+  OracleResult result;
+  result.layer = model.layers()[static_cast<std::size_t>(options.layer)];
+  result.heads = options.heads;
+  for (std::int64_t h = 0; options.heads.empty() && h < result.layer.recurrence->heads; ++h) result.heads.push_back(h);
+  result.tokens = std::ssize(ids);
+  result.working_digits = std::max(options.digits + options.guard, std::numeric_limits<double>::max_digits10);
+  result.check_digits = std::max(2 * options.digits, result.working_digits + 20);
+  const Measure run = choose(result);
+  static std::mutex one_at_a_time;  // see set_working_digits()
+  const std::lock_guard lock(one_at_a_time);
+  run(model, backend, ids, options, result);
+  return result;
+}
+
+}  // namespace replayssm

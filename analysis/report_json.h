@@ -1,0 +1,23 @@
+#pragma once
+
+// Private to analysis: parts that several reports share; pulls in the JSON library.
+
+#include <nlohmann/json.hpp>
+
+#include "analysis/report.h"
+#include "core/trace.h"
+
+namespace replayssm {
+
+using Json = nlohmann::ordered_json;
+
+/// The head of every report: command, version, model, tokens, device, provenance.
+Json run_json(const Model& model, const RunFacts& facts);
+
+/// The figures of one policy, with its layers.
+Json result_json(const PolicyResult& result);
+
+/// The attributes of /run.
+void write_run(TraceWriter& file, const Model& model, const RunFacts& facts);
+
+}  // namespace replayssm
