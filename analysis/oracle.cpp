@@ -307,10 +307,10 @@ void measure(const Model& model, Backend& backend, std::span<const std::int32_t>
   result.confirmed = static_cast<int>(std::clamp(oracle.agreement(), 0.0, static_cast<double>(result.working_digits)));
 }
 
-/// What computes an oracle and its check, in at least so many digits; working_digits and check_digits become what they
-/// have.
+/// The work for one choice of arithmetic.
 using Measure = decltype(&measure<QuadReal, FixedReal<70>>);
 
+// choose(): the arithmetic that has the digits asked for; they become those that it has.
 #ifdef REPLAYSSM_HAVE_MPFR
 constexpr int most_digits = 10'000;
 

@@ -23,11 +23,11 @@ using QuadReal =
 
 /// Sets the decimal digits of the numbers of type Big that this thread makes from here on; a number keeps the digits
 /// that it was made with. Nothing to set where the type fixes them.
-/// Boost before 1.77 has one setting for all threads: threads that work at the same time must use the same digits.
+/// Boost 1.74 has one setting for all threads: threads that work at the same time must use the same digits.
 template <class Big>
 void set_working_digits(int) {}
 
-/// sum += a b, without memory that is allocated and given back.
+/// sum += a b.
 template <class Real>
 void add_product(Real& sum, const Real& a, const Real& b) {
   sum += a * b;
@@ -43,7 +43,7 @@ inline void set_working_digits<RunTimeReal>(int digits) {
   RunTimeReal::default_precision(static_cast<unsigned>(digits));
 }
 
-/// One rounding here, two in the general version.
+/// With one rounding, and without the temporary of the general version, whose memory takes as long as its digits.
 inline void add_product(RunTimeReal& sum, const RunTimeReal& a, const RunTimeReal& b) {
   mpfr_fma(sum.backend().data(), a.backend().data(), b.backend().data(), sum.backend().data(), MPFR_RNDN);
 }

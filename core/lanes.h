@@ -36,6 +36,7 @@ struct Lanes {
   static void store(Real* p, const Vector& v) { *p = v; }
   static Vector load_part(const Real*, std::int64_t) { return Real(0); }
   static void store_part(Real*, std::int64_t, const Vector&) {}
+  static Vector first(const Vector&, std::int64_t) { return Real(0); }
   static Real sum(const Vector& v) { return v; }
 };
 
@@ -59,6 +60,12 @@ struct HardwareLanes {
   }
   static void store_part(Real* p, std::int64_t count, Vector v) {
     std::memcpy(p, &v, sizeof(Real) * static_cast<std::size_t>(count));
+  }
+  /// v with the lanes from `count` on set to 0.
+  static Vector first(Vector v, std::int64_t count) {
+    Real part[Width];
+    store(part, v);
+    return load_part(part, count);
   }
   /// Pairwise: halves are added until one is left.
   static Real sum(Vector v) {
@@ -137,18 +144,21 @@ void dots(const Real* s, std::int64_t rows, std::int64_t n, const Real* const* x
   }
 }
 
-/// f(begin, load, store) over n scalars, a vector at a time, the last one partial.
+/// body(load, store, valid) over n scalars, a vector at a time, the last one partial: valid(v) is v without what lies
+/// beyond the n scalars, where an infinite factor has made NaN of 0.
 template <class Real, class Body>
 inline void for_lanes(std::int64_t n, Body&& body) {
   using L = Lanes<Real>;
   using Vector = typename L::Vector;
   std::int64_t k = 0;
   for (; k + L::width <= n; k += L::width) {
-    body([k](const Real* p) { return L::load(p + k); }, [k](Real* p, const Vector& v) { L::store(p + k, v); });
+    body([k](const Real* p) { return L::load(p + k); }, [k](Real* p, const Vector& v) { L::store(p + k, v); },
+         [](const Vector& v) { return v; });
   }
   if (k < n) {
     body([k, n](const Real* p) { return L::load_part(p + k, n - k); },
-         [k, n](Real* p, const Vector& v) { L::store_part(p + k, n - k, v); });
+         [k, n](Real* p, const Vector& v) { L::store_part(p + k, n - k, v); },
+         [k, n](const Vector& v) { return L::first(v, n - k); });
   }
 }
 
@@ -157,7 +167,7 @@ template <class Real>
 void add_products(const Real* z, const Real& a, const Real* b, const Real* x, std::int64_t count, std::int64_t n,
                   Real* out) {
   using L = Lanes<Real>;
-  for_lanes<Real>(n, [&](auto load, auto store) {
+  for_lanes<Real>(n, [&](auto load, auto store, auto) {
     typename L::Vector sum = L::splat(a) * load(z);
     for (std::int64_t j = 0; j < count; ++j) sum = mul_add(L::splat(b[j]), load(x + j * n), sum);
     store(out, sum);
@@ -183,13 +193,13 @@ void update_and_read(Real* s, std::int64_t rows, std::int64_t n, const Real* dec
       factor[r] = L::splat(u[first + r]);
     }
     const auto scalar_decay = L::splat(decay[0]);
-    for_lanes<Real>(n, [&, base = s + first * n](auto load, auto store) {
+    for_lanes<Real>(n, [&, base = s + first * n](auto load, auto store, auto valid) {
       const auto wk = load(w), ck = load(c);
       const auto a = ColumnDecay ? load(decay) : scalar_decay;
       for (int r = 0; r < R; ++r) {
         const typename L::Vector next = mul_add(factor[r], wk, typename L::Vector(a * load(base + r * n)));
         store(base + r * n, next);
-        acc[r] = mul_add(next, ck, acc[r]);
+        acc[r] = mul_add(valid(next), ck, acc[r]);
       }
     });
     for (int r = 0; r < R; ++r) y[first + r] = L::sum(acc[r]);

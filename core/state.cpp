@@ -330,7 +330,7 @@ class State<Real>::Engine {
       typename Lane::Vector acc[R];
       for (auto& a : acc) a = Lane::splat(Real(0));
       const Real* f = factors.data() + first * count;
-      for_lanes<Real>(N, [&, base = s + first * N](auto load, auto put) {
+      for_lanes<Real>(N, [&, base = s + first * N](auto load, auto put, auto valid) {
         typename Lane::Vector next[R];
         const auto e = ColumnDecay ? load(whole) : Lane::splat(whole[0]);
         for (int q = 0; q < R; ++q) next[q] = e * load(base + q * N);
@@ -341,7 +341,7 @@ class State<Real>::Engine {
         const auto ck = load(c);
         for (int q = 0; q < R; ++q) {
           put(base + q * N, next[q]);
-          acc[q] = mul_add(next[q], ck, acc[q]);
+          acc[q] = mul_add(valid(next[q]), ck, acc[q]);
         }
       });
       for (int q = 0; q < R; ++q) y[first + q] = Lane::sum(acc[q]);
