@@ -17,7 +17,7 @@ namespace replayssm {
 namespace {
 
 constexpr std::int64_t block_tokens = 64;  // tokens between two looks at the state
-constexpr std::int64_t task_rows = 16;     // rows of the state that one task advances
+constexpr std::int64_t task_rows = 8;      // rows of the state that one task advances
 
 /// What one head is fed over a block of tokens: the fields of Mamba2Inputs or DeltaInputs in their order, [tokens,
 /// width] each.

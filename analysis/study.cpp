@@ -96,7 +96,7 @@ class Study {
     const std::vector<bool> same = like_reference(layer, b);
     std::vector<LayerCache> caches(streams_.size());
     for_chunks(b, [&](std::size_t c, std::int64_t) {
-      for (std::size_t s = 0; s < streams_.size(); ++s) forward(layer, b, c, s, same[s], caches[s]);
+      for_streams([&](std::size_t s) { forward(layer, b, c, s, same[s], caches[s]); });
     });
   }
 
@@ -114,12 +114,12 @@ class Study {
     }
     const LayerCache& reference = caches[0];
     for_chunks(b, [&](std::size_t c, std::int64_t first_token) {
-      for (std::size_t s = 0; s < streams_.size(); ++s) {
+      for_streams([&](std::size_t s) {
         forward(layer, b, c, s, same[s], caches[s]);
-        if (s == 0 || same[s]) continue;
+        if (s == 0 || same[s]) return;
         Errors& e = errors[s - 1];
         e.y += backend_.squared_error(caches[s].readout, reference.readout);
-        if (!options_.local || !covered(s)) continue;
+        if (!options_.local || !covered(s)) return;
         const Tensor y = own_local[s] ? backend_.advance(*own_local[s], *reference.call) : caches[s].readout;
         e.y_local += backend_.squared_error(y, reference.readout);
         RecurrentState& local = own_local[s] ? *own_local[s] : *caches[s].state;
@@ -127,7 +127,7 @@ class Study {
           options_.observe({layer, b, first_token, s - 1, *reference.call, reference.readout, caches[s].readout, y,
                             *reference.state, *caches[s].state, local});
         }
-      }
+      });
     });
     const std::vector<double> last = reference.state->effective();
     for (std::size_t s = 1; s < streams_.size(); ++s) {
@@ -139,6 +139,16 @@ class Study {
         e.state_local += squared_error((own_local[s] ? own_local[s] : caches[s].state)->effective(), last);
       }
     }
+  }
+
+  /// body(stream) for the reference, then for all others: side by side where nobody looks on. Threads that have run out
+  /// of streams help inside those of others.
+  template <class Body>
+  void for_streams(Body&& body) {
+    body(0);
+    const int together = options_.observe ? 1 : options_.threads;
+    parallel_for(std::ssize(results_), together, [&](std::int64_t s) { body(static_cast<std::size_t>(s) + 1); });
+    for (std::size_t s = 0; s < streams_.size(); ++s) step();
   }
 
   /// body(index, first token) for every chunk of a sequence.
@@ -157,7 +167,6 @@ class Study {
     const auto sequence = static_cast<std::size_t>(b);
     Tensor& hidden = streams_[s].hidden[sequence][chunk];
     hidden = same ? streams_[0].hidden[sequence][chunk] : model_.forward(backend_, layer, hidden, cache);
-    step();
   }
 
   /// Streams whose hidden states are still the reference's own.

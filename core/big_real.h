@@ -2,7 +2,11 @@
 
 // Private: pulls in Boost.Multiprecision. Scalars with more digits than the hardware has; none of them leaves a .cpp.
 
+// GCC 12 follows shifts by counts that cannot occur in Boost's inlined code and sees them leave an array.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Warray-bounds"
 #include <boost/multiprecision/cpp_bin_float.hpp>
+#pragma GCC diagnostic pop
 #ifdef REPLAYSSM_HAVE_MPFR
 #include <boost/multiprecision/mpfr.hpp>
 #endif

@@ -31,8 +31,8 @@ void l2_normalize(const Real* v, std::int64_t n, const Real& scale, Real* out) {
 /// q and k normalised, q times N^-1/2, log decay g = -e^A_log softplus(gate + dt_bias) per head (Gated DeltaNet, Yang
 /// et al. 2024) or per key channel (KDA, Kimi Linear 2025), beta = beta_scale sigmoid(beta_raw), w = k, c = q, every
 /// operation in Real. The raw inputs must outlive the result.
-template <class Real>
-LayerInputs<Real> prepare(const DeltaInputs<Real>& in) {
+template <class Real, class ForTokens = TokensInOrder>
+LayerInputs<Real> prepare(const DeltaInputs<Real>& in, ForTokens for_tokens = {}) {
   using std::exp;
   using std::sqrt;
   const auto& shape = in.shape;
@@ -47,7 +47,7 @@ LayerInputs<Real> prepare(const DeltaInputs<Real>& in) {
   g.resize(static_cast<std::size_t>(T * H * D));
   beta.resize(static_cast<std::size_t>(T * H));
   const Real q_scale = Real(1) / sqrt(Real(N));
-  for (std::int64_t t = 0; t < T; ++t) {
+  for_tokens(T, [&](std::int64_t t) {
     for (std::int64_t i = 0; i < G; ++i) {
       l2_normalize(in.q[t] + i * N, N, q_scale, q.data() + (t * G + i) * N);
       l2_normalize(in.k[t] + i * N, N, Real(1), k.data() + (t * G + i) * N);
@@ -59,7 +59,7 @@ LayerInputs<Real> prepare(const DeltaInputs<Real>& in) {
       }
       beta[static_cast<std::size_t>(t * H + h)] = Real(in.beta_scale) * sigmoid(in.beta[t][h]);
     }
-  }
+  });
   for (std::int64_t h = 0; h < H; ++h) {
     const std::int64_t group = shape.group(h);
     out.heads.push_back({.v = {in.v.data + h * shape.head_dim, in.v.stride},

@@ -21,8 +21,8 @@ struct Mamba2Inputs {
 
 /// dt = clamp(softplus(dt_raw + dt_bias), dt_min, dt_max), A = -e^A_log, log decay = A dt, u = dt x, w = B, c = C,
 /// every operation in Real (Dao & Gu 2024, section 3). The raw inputs must outlive the result.
-template <class Real>
-LayerInputs<Real> prepare(const Mamba2Inputs<Real>& in) {
+template <class Real, class ForTokens = TokensInOrder>
+LayerInputs<Real> prepare(const Mamba2Inputs<Real>& in, ForTokens for_tokens = {}) {
   using std::exp;
   const auto& shape = in.shape;
   const std::int64_t H = shape.heads, T = in.tokens;
@@ -33,7 +33,7 @@ LayerInputs<Real> prepare(const Mamba2Inputs<Real>& in) {
   dt.resize(static_cast<std::size_t>(T * H));
   log_decay.resize(dt.size());
   for (std::int64_t h = 0; h < H; ++h) A.push_back(-exp(in.A_log[h]));
-  for (std::int64_t t = 0; t < T; ++t) {
+  for_tokens(T, [&](std::int64_t t) {
     for (std::int64_t h = 0; h < H; ++h) {
       Real step = softplus(Real(in.dt[t][h] + in.dt_bias[h]));
       if (step < Real(in.dt_min)) step = Real(in.dt_min);
@@ -42,7 +42,7 @@ LayerInputs<Real> prepare(const Mamba2Inputs<Real>& in) {
       dt[i] = step;
       log_decay[i] = A[static_cast<std::size_t>(h)] * step;
     }
-  }
+  });
   for (std::int64_t h = 0; h < H; ++h) {
     const std::int64_t group = shape.group(h);
     out.heads.push_back({.v = {in.x.data + h * shape.head_dim, in.x.stride},

@@ -1,29 +1,16 @@
 #pragma once
 
+// Private to core and analysis.
+
 #include <cstdint>
-#include <exception>
+#include <functional>
 
 namespace replayssm {
 
-/// body(i) for i in [0, n) on up to `threads` threads. How the work is cut into bodies must not depend on `threads`:
-/// then neither do the results. The first exception that a body throws is rethrown when all are done.
-template <class Body>
-void parallel_for(std::int64_t n, int threads, Body&& body) {
-  if (threads <= 1 || n <= 1) {
-    for (std::int64_t i = 0; i < n; ++i) body(i);
-    return;
-  }
-  std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (std::int64_t i = 0; i < n; ++i) {
-    try {
-      body(i);
-    } catch (...) {
-#pragma omp critical(replayssm_parallel_for)
-      if (!failure) failure = std::current_exception();
-    }
-  }
-  if (failure) std::rethrow_exception(failure);
-}
+/// body(i) for i in [0, n) on up to `threads` threads, the caller's among them. How the work is cut into bodies must
+/// not depend on `threads`: then neither do the results. Bodies may call parallel_for themselves: threads that have
+/// run out of work help with what others have started. Threads without work sleep. The first exception that a body
+/// throws is rethrown when all are done.
+void parallel_for(std::int64_t n, int threads, const std::function<void(std::int64_t)>& body);
 
 }  // namespace replayssm

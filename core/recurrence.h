@@ -66,6 +66,14 @@ struct HeadInputs {
   Record<Real> record(std::int64_t t) const { return {v[t], w[t], log_decay[t], *gain[t]}; }
 };
 
+/// How prepare() goes over the tokens of a layer, each by itself: in order. A backend passes its own to use threads.
+struct TokensInOrder {
+  template <class Body>
+  void operator()(std::int64_t tokens, Body&& body) const {
+    for (std::int64_t t = 0; t < tokens; ++t) body(t);
+  }
+};
+
 /// The inputs of one layer over `tokens` tokens in Real, with the storage that they need beyond the raw inputs.
 template <class Real>
 struct LayerInputs {

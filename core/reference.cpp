@@ -310,18 +310,24 @@ class ReferenceBackend : public Backend {
     for (std::int64_t t = 0; t < added.rows; ++t) std::copy_n(row(added, t), added.columns, row(cache, length + t));
   }
 
+  auto by_rows() {
+    return [this](std::int64_t count, auto&& body) { for_rows(count, body); };
+  }
+
   Tensor advance_prepared(RecurrentState& state, const Mamba2Call& call) {
     const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
     return advance_heads(
         state, prepare(Mamba2Inputs<Real>{call.shape, call.x.rows, rows(call.x), rows(call.B), rows(call.C),
-                                          rows(call.dt), A_log.data(), dt_bias.data(), call.dt_min, call.dt_max}));
+                                          rows(call.dt), A_log.data(), dt_bias.data(), call.dt_min, call.dt_max},
+                       by_rows()));
   }
 
   Tensor advance_prepared(RecurrentState& state, const DeltaCall& call) {
     const std::vector<Real> A_log = vector(*call.A_log), dt_bias = vector(*call.dt_bias);
     return advance_heads(state, prepare(DeltaInputs<Real>{call.shape, call.v.rows, rows(call.q), rows(call.k),
                                                           rows(call.v), rows(call.gate), rows(call.beta), A_log.data(),
-                                                          dt_bias.data(), call.beta_scale}));
+                                                          dt_bias.data(), call.beta_scale},
+                                        by_rows()));
   }
 
   Tensor advance_heads(RecurrentState& state, const LayerInputs<Real>& inputs) {

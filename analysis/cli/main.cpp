@@ -1,4 +1,3 @@
-#include <omp.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include <exception>
 #include <iostream>
 #include <map>
+#include <thread>
 
 #include "analysis/cli/cli.h"
 #include "core/error.h"
@@ -15,7 +15,7 @@
 namespace replayssm::cli {
 
 void Machine::add_to(CLI::App& app) {
-  threads = omp_get_num_procs();
+  threads = static_cast<int>(std::thread::hardware_concurrency());
   app.add_option("--threads", threads, "Threads; results do not depend on them")->check(CLI::Range(1, 1024));
   app.add_option("--device", device, "Where to compute: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")

@@ -1,12 +1,11 @@
 #include "analysis/oracle.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "analysis/cli/cli.h"
 #include "analysis/report_json.h"
@@ -159,7 +158,7 @@ int run(Options options) {
 Command add_oracle(CLI::App& app) {
   auto options = std::make_shared<Options>();
   OracleOptions& oracle = options->oracle;
-  oracle.threads = omp_get_num_procs();
+  oracle.threads = static_cast<int>(std::thread::hardware_concurrency());
   const CLI::Range count(std::int64_t{0}, std::int64_t{1} << 31), at_least_one(std::int64_t{1}, std::int64_t{1} << 31);
   app.add_option("MODEL", options->model, "Hugging Face folder")->required();
   app.add_option("--layer", oracle.layer, "Layer of the model, from 0; one with a recurrent state")

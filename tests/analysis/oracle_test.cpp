@@ -1,0 +1,456 @@
+// The oracle of a layer against one written apart: raw inputs from the model, gates, norms and recurrence in 60 digits.
+
+#include "analysis/oracle.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/delta_rule.h"
+#include "core/error.h"
+#include "core/mamba2.h"
+#include "tests/core/oracle.h"
+#include "tests/support/forward.h"
+#include "tests/support/process.h"
+
+namespace replayssm {
+namespace {
+
+using oracle::Token;
+using oracle::Vec;
+using oracle::Wide;
+
+std::vector<std::int32_t> SomeTokens(std::size_t count) {
+  std::vector<std::int32_t> ids;
+  for (std::size_t i = 0; i < count; ++i) ids.push_back(static_cast<std::int32_t>(i * i * 31 % 97));
+  return ids;
+}
+
+/// What a layer fed its recurrence, each field [tokens, columns], in Real: rounded once from binary64 where that is
+/// float.
+template <class Real>
+struct Fed {
+  RecurrenceShape shape;
+  std::int64_t tokens = 0;
+  std::vector<Vec<Real>> fields;  // x B C dt, or q k v gate beta
+  Vec<Real> A_log, dt_bias;
+
+  Fed(Backend& backend, const RecurrenceCall& call) {
+    if (const auto* m = std::get_if<Mamba2Call>(&call)) {
+      take(backend, *m, {m->x, m->B, m->C, m->dt});
+    } else {
+      const auto& d = std::get<DeltaCall>(call);
+      take(backend, d, {d.q, d.k, d.v, d.gate, d.beta});
+    }
+  }
+
+  Rows<Real> rows(std::size_t field) const { return {fields[field].data(), std::ssize(fields[field]) / tokens}; }
+  LayerInputs<Real> prepared() const {
+    if (shape.recurrence == Recurrence::mamba2) {
+      return prepare(
+          Mamba2Inputs<Real>{shape, tokens, rows(0), rows(1), rows(2), rows(3), A_log.data(), dt_bias.data()});
+    }
+    return prepare(
+        DeltaInputs<Real>{shape, tokens, rows(0), rows(1), rows(2), rows(3), rows(4), A_log.data(), dt_bias.data()});
+  }
+
+ private:
+  template <class Call>
+  void take(Backend& backend, const Call& call, const std::vector<Tensor>& tensors) {
+    shape = call.shape;
+    tokens = tensors[0].rows;
+    for (const Tensor& t : tensors) fields.push_back(oracle::convert<Real>(read_all(backend, t)));
+    for (const auto& [view, out] : {std::pair{call.A_log, &A_log}, {call.dt_bias, &dt_bias}}) {
+      Vec<double> values(static_cast<std::size_t>(view->elements()));
+      widen(*view, 0, values.size(), values.data());
+      *out = oracle::convert<Real>(values);
+    }
+  }
+};
+
+Wide Softplus(const Wide& z) { return log(1 + exp(z)); }
+
+/// The tokens of one head with everything done to them in 60 digits, on the inputs as Real has them.
+template <class Real>
+std::vector<Token<Wide>> WideTokens(const Fed<Real>& in, std::int64_t head) {
+  const auto& [recurrence, heads, groups, P, N] = in.shape;
+  const std::int64_t group = head / (heads / groups);
+  const auto part = [&](std::size_t field, std::int64_t t, std::int64_t first, std::int64_t count) {
+    const Real* row = in.rows(field)[t] + first;
+    return oracle::convert<Wide>(Vec<Real>(row, row + count));
+  };
+  const auto normalised = [](Vec<Wide> x, const Wide& scale) {
+    Wide sum(1e-6);
+    for (const Wide& e : x) sum += e * e;
+    for (Wide& e : x) e *= scale / sqrt(sum);
+    return x;
+  };
+  const Wide rate = -exp(Wide(in.A_log[static_cast<std::size_t>(head)]));
+  const Wide bias(in.dt_bias[static_cast<std::size_t>(head)]);
+  std::vector<Token<Wide>> out;
+  for (std::int64_t t = 0; t < in.tokens; ++t) {
+    if (recurrence == Recurrence::mamba2) {
+      const Wide dt = Softplus(part(3, t, head, 1)[0] + bias);
+      out.push_back({part(0, t, head * P, P), part(1, t, group * N, N), part(2, t, group * N, N), {rate * dt}, dt, {}});
+    } else {
+      const Wide g = rate * Softplus(part(3, t, head, 1)[0] + bias), beta = 1 / (1 + exp(-part(4, t, head, 1)[0]));
+      out.push_back({part(2, t, head * P, P),
+                     normalised(part(1, t, group * N, N), Wide(1)),
+                     normalised(part(0, t, group * N, N), 1 / sqrt(Wide(N))),
+                     {g},
+                     beta,
+                     {}});
+    }
+  }
+  return out;
+}
+
+template <class Value>
+double Digits(const Value* x, const Vec<Wide>& truth) {
+  Wide difference(0), norm(0);
+  for (std::size_t i = 0; i < truth.size(); ++i) {
+    difference += (Wide(x[i]) - truth[i]) * (Wide(x[i]) - truth[i]);
+    norm += truth[i] * truth[i];
+  }
+  return static_cast<double>(log10(norm / difference) / 2);
+}
+
+/// A golden model run up to a layer, and what the layer fed its recurrence.
+struct Golden {
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Backend> backend = reference_backend(Precision::fp64, 1);
+
+  explicit Golden(const string& name) : model(Model::open(golden_folder(name))) {}
+  OracleResult run(const std::vector<std::int32_t>& ids, OracleOptions options) const {
+    return run_oracle(*model, *backend, ids, options);
+  }
+  RecurrenceCall call(const std::vector<std::int32_t>& ids, std::size_t layer) const {
+    Runner runner(*model, *backend);
+    runner.logits(ids);
+    return *runner.cache(layer).call;
+  }
+};
+
+/// Every figure of one precision against those of States run here and measured against 60 digits.
+template <class Real>
+void CheckRuns(const OracleResult& result, const Fed<Real>& in) {
+  const LayerInputs<Real> prepared = in.prepared();
+  const std::size_t heads = static_cast<std::size_t>(in.shape.heads), P = static_cast<std::size_t>(in.shape.head_dim);
+  const bool delta = in.shape.recurrence != Recurrence::mamba2;
+  std::vector<State<Real>> states;
+  std::vector<std::vector<Real>> ys;
+  std::vector<const KeptDigits*> runs;
+  for (const KeptDigits& run : result.runs) {
+    if ((run.precision == Precision::fp32) != std::is_same_v<Real, float>) continue;
+    runs.push_back(&run);
+    states.emplace_back(in.shape, run.policy);
+    ys.emplace_back(static_cast<std::size_t>(in.tokens) * heads * P);
+    states.back().advance(prepared, ys.back().data());
+  }
+  ASSERT_EQ(runs.size(), 5u);
+  for (std::size_t h = 0; h < heads; ++h) {
+    const auto tokens = WideTokens(in, static_cast<std::int64_t>(h));
+    oracle::Steps<Wide> truth({delta, 1, false, parse_format("exact")},
+                              P * static_cast<std::size_t>(in.shape.state_dim));
+    for (std::size_t t = 0; t < tokens.size(); ++t) {
+      const Vec<Wide> y = truth.advance(tokens[t], tokens[t]);
+      for (std::size_t r = 0; r < runs.size(); ++r) {
+        // The two oracles differ from the 45th digit on and the runs from them in the 17th or before: that leaves the
+        // roundings of a logarithm near 16 to binary64.
+        EXPECT_DOUBLE_EQ(runs[r]->y[t * heads + h], Digits(ys[r].data() + (t * heads + h) * P, y))
+            << runs[r]->policy.text() << ", token " << t << ", head " << h;
+      }
+    }
+    for (std::size_t r = 0; r < runs.size(); ++r) {
+      const std::vector<Real> s = states[r].effective(static_cast<std::int64_t>(h));
+      EXPECT_DOUBLE_EQ(runs[r]->state[heads + h], Digits(s.data(), truth.effective()))
+          << runs[r]->policy.text() << ", " << h;
+    }
+  }
+}
+
+class OracleModels : public testing::TestWithParam<std::pair<const char*, std::int64_t>> {};
+INSTANTIATE_TEST_SUITE_P(Layers, OracleModels, testing::Values(std::pair{"mamba2", 1}, std::pair{"qwen3_5", 2}),
+                         [](const auto& i) { return string(i.param.first); });
+
+TEST_P(OracleModels, MeasureAgainstTheRealInputsOfTheLayer) {
+  const Golden golden(GetParam().first);
+  const auto ids = SomeTokens(70);  // more than the oracle takes at once
+  const std::int64_t layer = GetParam().second;
+  const OracleResult result = golden.run(ids, {.layer = layer, .lengths = {4, 16}});
+  EXPECT_EQ(result.tokens, 70);
+  EXPECT_EQ(result.heads, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(result.block_ends, (std::vector<std::int64_t>{63, 69}));
+  EXPECT_GE(result.confirmed, 50);
+  EXPECT_LE(result.confirmed, result.working_digits);
+  EXPECT_GE(result.working_digits, 70);
+  EXPECT_GE(result.check_digits, 100);
+  std::vector<string> names;
+  for (const KeptDigits& run : result.runs) names.push_back(run.policy.text());
+  const string closed = "replay(L=4, state=exact)", sequential = "replay(L=4, state=exact, order=sequential)";
+  ASSERT_EQ(names.size(), 10u);
+  EXPECT_EQ(names[0], "exact");
+  EXPECT_EQ(names[2], closed);
+  EXPECT_EQ(names[4], sequential);
+
+  const RecurrenceCall call = golden.call(ids, static_cast<std::size_t>(layer));
+  CheckRuns(result, Fed<double>(*golden.backend, call));
+  CheckRuns(result, Fed<float>(*golden.backend, call));
+}
+
+/// The least digits that eager Mamba-2 keeps with unit roundoff u, for one token after the other of one head: rounding
+/// errors are bounded by their number times u on the sum of absolute values (Higham 2002, section 3.1). In units of u:
+/// exp, log and log1p are good to 1 ulp = 2; z = dt_raw + bias rounds |z| of softplus away (whose slope is at most 1)
+/// and its parts 7 more; the logarithm of a decay has that error and those of A and the product, 3; the decay |g| times
+/// as much, 2 by itself. u v and a S are products, u w + a S at most two roundings; a dot product of N has at most N.
+template <class Real>
+Vec<double> LeastDigits(const Fed<Real>& in, std::int64_t head, double u) {
+  const auto tokens = WideTokens(in, head);
+  const std::size_t N = tokens[0].w.size(), P = tokens[0].v.size();
+  Vec<Wide> s(P * N, Wide(0)), absolute(s), error(s);
+  Vec<double> out;
+  for (std::size_t t = 0; t < tokens.size(); ++t) {
+    const Token<Wide>& x = tokens[t];
+    const Wide z =
+        Wide(in.rows(3)[static_cast<std::int64_t>(t)][head]) + Wide(in.dt_bias[static_cast<std::size_t>(head)]);
+    const Wide of_dt = abs(z) / x.gain + 7, a = exp(x.g[0]), of_decay = -x.g[0] * (of_dt + 3) + 2;
+    Wide difference(0), norm(0);
+    for (std::size_t p = 0; p < P; ++p) {
+      Wide y(0), bound(0);
+      for (std::size_t n = 0; n < N; ++n) {
+        const std::size_t i = p * N + n;
+        const Wide term = abs(x.gain * x.v[p] * x.w[n]);
+        error[i] = a * (error[i] + (of_decay + 1) * absolute[i]) + (of_dt + 2) * term;
+        absolute[i] = a * absolute[i] + term;
+        error[i] += absolute[i];
+        s[i] = a * s[i] + x.gain * x.v[p] * x.w[n];
+        y += s[i] * x.c[n];
+        bound += (error[i] + static_cast<double>(N) * absolute[i]) * abs(x.c[n]);
+      }
+      difference += bound * bound;
+      norm += y * y;
+    }
+    // Terms of second order: less than a thousandth, as no count above times u reaches 1e-3.
+    out.push_back(static_cast<double>(-log10(Wide(1.001) * u * sqrt(difference / norm))));
+  }
+  return out;
+}
+
+TEST(Oracle, EagerRunsKeepWhatRoundingAnalysisPromises) {
+  const Golden golden("mamba2");
+  const auto ids = SomeTokens(45);
+  const OracleResult result = golden.run(ids, {.layer = 1});
+  const RecurrenceCall call = golden.call(ids, 1);
+  const Fed<double> fed(*golden.backend, call);
+  const Fed<float> fed32(*golden.backend, call);
+  for (std::size_t h = 0; h < 6; ++h) {
+    const auto head = static_cast<std::int64_t>(h);
+    const Vec<double> least64 = LeastDigits(fed, head, std::ldexp(1.0, -53));
+    const Vec<double> least32 = LeastDigits(fed32, head, std::ldexp(1.0, -24));
+    for (std::size_t t = 0; t < 45; ++t) {
+      EXPECT_GE(result.runs[0].y[t * 6 + h], least64[t]) << t << " " << h;
+      EXPECT_GE(result.runs[1].y[t * 6 + h], least32[t]) << t << " " << h;
+      EXPECT_GT(least32[t], 2);  // a bound that says something
+      // No output is as good as half an ulp of fp32 allows at best and as good as fp64 at the same time.
+      EXPECT_LT(result.runs[1].y[t * 6 + h], least64[t]) << t << " " << h;
+    }
+  }
+}
+
+// ---- what the oracle vouches for ------------------------------------------------------------------------------------
+
+TEST(Oracle, NoticesThatItHasFewerDigitsThanItClaims) {
+  const Golden golden("mamba2");
+  const auto ids = SomeTokens(45);
+  // 33 digits out of arithmetic with no more: the roundings of 45 tokens must show. Both kinds of arithmetic have 113
+  // or 114 bits then.
+  const OracleResult bare = golden.run(ids, {.layer = 1, .digits = 33, .guard = 0});
+  EXPECT_EQ(bare.working_digits, 33);
+  EXPECT_LT(bare.confirmed, 33);
+  Wide least(1000);
+  for (std::int64_t h = 0; h < 6; ++h) {
+    for (const double d : LeastDigits(Fed<double>(*golden.backend, golden.call(ids, 1)), h, std::ldexp(1.0, -113))) {
+      least = std::min(least, Wide(d));
+    }
+  }
+  // What it does confirm it must have: Boost's functions may be worse than MPFR's by some ulps, a digit.
+  EXPECT_GE(bare.confirmed, std::floor(static_cast<double>(least)) - 1);
+  // Guard digits make it good.
+  EXPECT_GE(golden.run(ids, {.layer = 1, .digits = 33, .guard = 10}).confirmed, 33);
+}
+
+TEST(Oracle, GivesNoMoreDigitsThanAskedFor) {
+  const Golden golden("qwen3_5");
+  const auto ids = SomeTokens(20);
+  const OracleResult many = golden.run(ids, {.layer = 0}), few = golden.run(ids, {.layer = 0, .digits = 7});
+  EXPECT_GE(few.confirmed, 7);
+  for (std::size_t r = 0; r < many.runs.size(); ++r) {
+    for (std::size_t i = 0; i < many.runs[r].y.size(); ++i) {
+      EXPECT_DOUBLE_EQ(few.runs[r].y[i], std::min(many.runs[r].y[i], 7.0));
+    }
+  }
+}
+
+TEST(Oracle, DependsNeitherOnThreadsNorOnTheChoiceOfHeads) {
+  for (const auto& [name, layer] : {std::pair{"mamba2", 0}, {"qwen3_5", 1}}) {
+    const Golden golden(name);
+    const auto ids = SomeTokens(70);
+    const OracleResult all = golden.run(ids, {.layer = layer, .digits = 25, .threads = 1});
+    const OracleResult some = golden.run(ids, {.layer = layer, .heads = {1, 4, 5}, .digits = 25, .threads = 3});
+    EXPECT_EQ(some.heads, (std::vector<std::int64_t>{1, 4, 5}));
+    EXPECT_EQ(all.block_ends, (std::vector<std::int64_t>{63, 69}));
+    for (std::size_t r = 0; r < all.runs.size(); ++r) {
+      for (std::size_t i = 0; i < 3; ++i) {
+        const auto head = static_cast<std::size_t>(some.heads[i]);
+        for (std::size_t t = 0; t < 70; ++t) EXPECT_EQ(some.runs[r].y[t * 3 + i], all.runs[r].y[t * 6 + head]);
+        for (std::size_t b = 0; b < 2; ++b) EXPECT_EQ(some.runs[r].state[b * 3 + i], all.runs[r].state[b * 6 + head]);
+      }
+    }
+  }
+}
+
+TEST(Oracle, BlocksOfTokensGoOnWhereTheLastOneEnded) {
+  for (const auto& [name, layer] : {std::pair{"mamba2", 2}, {"qwen3_5", 2}}) {
+    const Golden golden(name);
+    const OracleResult whole = golden.run(SomeTokens(130), {.layer = layer});
+    EXPECT_EQ(whole.block_ends, (std::vector<std::int64_t>{63, 127, 129}));
+    EXPECT_GE(whole.confirmed, 50);
+    ASSERT_EQ(whole.runs[0].state.size(), 18u);
+    // A state that was lost between two blocks would leave no digit.
+    for (const KeptDigits& run : whole.runs) {
+      for (const double digits : run.y) EXPECT_GT(digits, 1);
+      for (const double digits : run.state) EXPECT_GT(digits, 1);
+    }
+    const OracleResult start = golden.run(SomeTokens(64), {.layer = layer});
+    for (std::size_t r = 0; r < start.runs.size(); ++r) {
+      EXPECT_TRUE(std::equal(start.runs[r].y.begin(), start.runs[r].y.end(), whole.runs[r].y.begin()));
+      EXPECT_TRUE(std::equal(start.runs[r].state.begin(), start.runs[r].state.end(), whole.runs[r].state.begin()));
+    }
+    // Sequential replays are eager runs, bit for bit, and so is a replay of length 1.
+    for (std::size_t i = 0; i < 2; ++i) EXPECT_EQ(whole.runs[4 + i].y, whole.runs[i].y);
+    const OracleResult one = golden.run(SomeTokens(64), {.layer = layer, .lengths = {1}});
+    for (std::size_t i = 0; i < 2; ++i) EXPECT_EQ(one.runs[2 + i].y, one.runs[i].y);
+  }
+}
+
+// ---- the command ----------------------------------------------------------------------------------------------------
+
+using OracleCommand = ProgramTest;
+using Words = std::vector<string>;
+
+TEST_F(OracleCommand, ReportsEveryRun) {
+  for (const auto& [folder, tokens, layer] : {std::tuple{mamba2_, mamba2_golden_, 1}, {hybrid_, hybrid_golden_, 2}}) {
+    const auto report = json({"oracle", folder, "--layer", std::to_string(layer), "--tokens", tokens, "--digits", "50",
+                              "--heads", "0,3-5", "--max-tokens", "20", "-L", "4", "-L", "16", "--threads", "2"});
+    EXPECT_EQ(report["command"], "oracle");
+    EXPECT_EQ(report["tokens"], 20);
+    EXPECT_EQ(report["layer"], layer);
+    EXPECT_EQ(report["heads"], (std::vector<int>{0, 3, 4, 5}));
+    EXPECT_EQ(report["provenance"]["threads"], 2);
+    EXPECT_EQ(report["oracle"]["digits"], 50);
+    EXPECT_EQ(report["oracle"]["passed"], true);
+    EXPECT_GE(report["oracle"]["confirmed"], 50);
+    ASSERT_EQ(report["results"].size(), 10u);
+    const auto model = Model::open(folder);
+    const auto backend = reference_backend(Precision::fp64, 1);
+    std::vector<std::int32_t> ids = read_tokens(tokens).ids;
+    ids.resize(20);
+    const OracleResult right =
+        run_oracle(*model, *backend, ids, {.layer = layer, .heads = {0, 3, 4, 5}, .lengths = {4, 16}});
+    for (std::size_t r = 0; r < 10; ++r) {
+      const auto& found = report["results"][r];
+      EXPECT_EQ(found["policy"], right.runs[r].policy.text());
+      EXPECT_EQ(found["precision"], right.runs[r].precision == Precision::fp64 ? "fp64" : "fp32");
+      Vec<double> y = right.runs[r].y;
+      const auto least = static_cast<std::size_t>(std::ranges::min_element(y) - y.begin());
+      EXPECT_EQ(found["y"]["least"], y[least]);
+      EXPECT_EQ(found["y"]["worst"]["token"], least / 4);
+      EXPECT_EQ(found["y"]["worst"]["head"], right.heads[least % 4]);
+      ASSERT_EQ(found["y"]["least_of_heads"].size(), 20u);
+      for (std::size_t t = 0; t < 20; ++t) {
+        EXPECT_EQ(found["y"]["tokens"][t], t);
+        EXPECT_EQ(found["y"]["least_of_heads"][t], std::min({y[4 * t], y[4 * t + 1], y[4 * t + 2], y[4 * t + 3]}));
+      }
+      std::ranges::sort(y);
+      EXPECT_EQ(found["y"]["median"], (y[39] + y[40]) / 2);
+      EXPECT_EQ(found["state"]["tokens"], std::vector<int>{19});
+      EXPECT_EQ(found["state"]["least"], std::ranges::min(right.runs[r].state));
+    }
+  }
+  const string table = run({"oracle", mamba2_, "--layer", "0", "--tokens", mamba2_golden_, "--digits", "20"}).out;
+  for (const string part : {"20 digits confirmed", "replay(L=16, state=exact, order=sequential)", "fp32"}) {
+    EXPECT_NE(table.find(part), string::npos) << part << "\n" << table;
+  }
+}
+
+TEST_F(OracleCommand, FailsWhereDigitsAreNotConfirmed) {
+  const Words words = {"oracle",   mamba2_, "--layer", "1", "--tokens", mamba2_golden_,
+                       "--digits", "33",    "--guard", "0", "--json",   path("x.json")};
+  const Outcome o = run(words);
+  EXPECT_EQ(o.code, 1);
+  EXPECT_EQ(o.err, "");
+  EXPECT_NE(o.out.find("33 digits NOT CONFIRMED"), string::npos) << o.out;
+  const auto report = nlohmann::json::parse(read_text(path("x.json")));  // written all the same
+  EXPECT_EQ(report["oracle"]["passed"], false);
+  EXPECT_LT(report["oracle"]["confirmed"], 33);
+}
+
+TEST_F(OracleCommand, UsageErrors) {
+  const auto refused = [&](const Words& more, const Words& parts) {
+    Words all = {"oracle", hybrid_, "--tokens", hybrid_golden_};
+    all.insert(all.end(), more.begin(), more.end());
+    expect_refused(all, parts);
+  };
+  const string most = std::to_string(max_oracle_digits());
+  refused({}, {"--layer"});
+  refused({"--layer", "3"}, {"layer 3", "attention"});
+  refused({"--layer", "4"}, {"layer 4", "0 .. 3"});
+  refused({"--layer", "-1"}, {"--layer", "-1"});
+  for (const string& value : {string("0"), string("-5"), string("many"), std::to_string(max_oracle_digits() + 1)}) {
+    refused({"--layer", "0", "--digits", value}, {"--digits", value});
+  }
+  refused({"--layer", "0", "--digits", most}, {"digits " + most, "20 guard"});
+  refused({"--layer", "0", "--guard", "-1"}, {"--guard", "-1"});
+  refused({"--layer", "0", "--heads", "2,6"}, {"head 6", "0 .. 5", "layer 0"});
+  for (const string value : {"x", "1,", "3-1", "-2", "0-", "99999999999", "1 2"}) {
+    refused({"--layer", "0", "--heads", value}, {"--heads", value});
+  }
+  refused({"--layer", "0", "-L", "0"}, {"L", "0"});
+  refused({"--layer", "0", "--threads", "0"}, {"--threads", "0"});
+  refused({"--layer", "0", "--max-tokens", "0"}, {"--max-tokens", "0"});
+  refused({"--layer", "0", "--json", path("no/such/x.json")}, {path("no/such/x.json")});
+  expect_refused({"oracle", mamba2_, "--layer", "0", "--tokens", write("large.txt", "1 2 97").string()}, {"97", "2"});
+
+  // Inputs that binary64 holds and binary32 does not.
+  ModelFiles files("mamba2");
+  const string conv = "backbone.layers.0.mixer.conv1d.";
+  files.tensors[conv + "weight"] = changed(files.tensors.at(conv + "weight"), [](std::size_t, float) { return 3e38F; });
+  expect_refused({"oracle", files.write(folder_ / "large").string(), "--layer", "0", "--tokens", mamba2_golden_},
+                 {"layer 0", "head 0", "token", "finite"});
+}
+
+TEST(Oracle, RefusesWhatTheCommandCannotAskFor) {
+  const Golden golden("mamba2");
+  const auto refused = [&](const OracleOptions& options, const string& part, std::size_t tokens = 3) {
+    try {
+      golden.run(SomeTokens(tokens), options);
+      ADD_FAILURE() << "no Error with " << part;
+    } catch (const Error& error) {
+      EXPECT_NE(string(error.what()).find(part), string::npos) << error.what();
+    }
+  };
+  refused({.layer = -1}, "layer -1");
+  refused({.heads = {2, 1}}, "head");
+  refused({.heads = {2, 2}}, "head");
+  refused({.heads = {-1}}, "head -1");
+  refused({.digits = 0}, "digits 0");
+  refused({.guard = -1}, "guard digits -1");
+  refused({}, "token", 0);
+  const auto fp32 = reference_backend(Precision::fp32, 1);
+  EXPECT_THROW(run_oracle(*golden.model, *fp32, SomeTokens(3), {}), Error);
+}
+
+}  // namespace
+}  // namespace replayssm
