@@ -14,7 +14,7 @@ double relative_bound(const Format& format) {
 
 }  // namespace
 
-double squared_rounding_bound(const Format& format, const double* state, std::int64_t rows, std::int64_t n) {
+double rounding_variance(const Format& format, const double* state, std::int64_t rows, std::int64_t n) {
   if (format.exact()) return 0;
   const Element& e = format.element;
   const double largest_code = decode<double>(e, e.max_code);
@@ -31,8 +31,8 @@ double squared_rounding_bound(const Format& format, const double* state, std::in
     for (std::int64_t i = 0; i < n; ++i) {
       const double magnitude = std::abs(x[i] / scale);
       const int exponent = magnitude == 0 ? e.emin : std::max(std::ilogb(magnitude), e.emin);
-      const double half = std::ldexp(0.5 * scale, exponent - e.mantissa_bits);
-      sum += half * half;
+      const double spacing = std::ldexp(scale, exponent - e.mantissa_bits);
+      sum += spacing * spacing / 12;
     }
   }
   return sum;
@@ -47,16 +47,17 @@ LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, doubl
   const bool delta = is_delta_rule(shape.recurrence);
   open_ = delta && policy.loop == Loop::open;
   const RingFormats& ring = schedule_.ring;
+  // As the variance of a uniform error whose largest value is the unit roundoff.
   const double v = relative_bound(ring.of(open_   ? "u"
                                           : delta ? "v"
                                                   : "x")),
                w = relative_bound(ring.of(delta ? "k" : "B"));
-  ring_vector_ = v * v + w * w;
+  ring_vector_ = (v * v + w * w) / 3;
   // An error of the gate enters u directly and the decay with the logarithm as a factor; the latter is at most of the
   // size of the former for the decays that keep anything.
   const double gate = relative_bound(ring.of(delta ? "beta" : "dt")),
                decay = relative_bound(ring.of(delta ? "g" : "dt"));
-  ring_gate_ = gate * gate + decay * decay;
+  ring_gate_ = (gate * gate + decay * decay) / 3;
 }
 
 double LocalBound::advance(const StepFacts& step, const double* state) {
@@ -71,8 +72,8 @@ double LocalBound::advance(const StepFacts& step, const double* state) {
 
   anchor_ += leak;
   if (flush) {
-    anchor_ += records_ + squared_rounding_bound(schedule_.anchor, state, shape_.head_dim, shape_.state_dim);
-    copy_ = schedule_.read ? squared_rounding_bound(*schedule_.read, state, shape_.head_dim, shape_.state_dim) : 0;
+    anchor_ += records_ + rounding_variance(schedule_.anchor, state, shape_.head_dim, shape_.state_dim);
+    copy_ = schedule_.read ? rounding_variance(*schedule_.read, state, shape_.head_dim, shape_.state_dim) : 0;
     records_ = 0;
     held_ = 0;
   } else {

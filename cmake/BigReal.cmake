@@ -2,6 +2,9 @@
 # privately link ${REPLAYSSM_BIG_REAL_LIBRARIES} too: by path, so that projects which link them need no package for it.
 set(REPLAYSSM_MPFR AUTO CACHE STRING "MPFR, for any number of digits: AUTO (where it is found), ON or OFF")
 set_property(CACHE REPLAYSSM_MPFR PROPERTY STRINGS AUTO ON OFF)
+if(NOT REPLAYSSM_MPFR MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "REPLAYSSM_MPFR: expected AUTO, ON or OFF, found '${REPLAYSSM_MPFR}'")
+endif()
 
 find_package(Boost 1.74 REQUIRED)  # headers only: Multiprecision
 add_library(replayssm_big_real INTERFACE)
