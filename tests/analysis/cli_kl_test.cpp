@@ -167,7 +167,7 @@ TEST_F(KlCommandTest, FileHoldsEveryToken) {
   const Json report = json(words);
   const TraceReader file(path("x.h5"));
   EXPECT_TRUE(file.complete());
-  EXPECT_EQ(std::get<string>(file.attribute("/run", "model_sha256")), report["model"]["sha256"]);
+  EXPECT_EQ(std::get<string>(file.attribute("/run", "model_sha256")), report["model"]["sha256"].get<string>());
   EXPECT_EQ(file.shape("/run/input_ids"), (TraceShape{3, 15}));
   const auto ids = values_of<std::int64_t>(read_tensors(golden_file("mamba2")).at("input_ids"));
   const auto stored_ids = file.read<std::int32_t>("/run/input_ids").values;
@@ -175,7 +175,7 @@ TEST_F(KlCommandTest, FileHoldsEveryToken) {
   for (std::size_t i = 0; i < 2; ++i) {
     const string at = "/policies/" + std::to_string(i);
     const Json& r = report["results"][i];
-    EXPECT_EQ(std::get<string>(file.attribute(at, "policy")), r["policy"]);
+    EXPECT_EQ(std::get<string>(file.attribute(at, "policy")), r["policy"].get<string>());
     const auto mean = [&](const string& name) {  // over the positions that have a value
       long double sum = 0;
       std::int64_t count = 0;
@@ -196,12 +196,13 @@ TEST_F(KlCommandTest, FileHoldsEveryToken) {
     EXPECT_NEAR(mean("nll_reference"), r["nll_reference"].get<double>(), rounding * mean("nll_reference"));
     std::int64_t agree = 0;
     for (const std::uint8_t x : file.read<std::uint8_t>(at + "/top1_agrees").values) agree += x;
-    EXPECT_EQ(static_cast<double>(agree) / 45, r["top1_agreement"]);
+    EXPECT_EQ(static_cast<double>(agree) / 45, r["top1_agreement"].get<double>());
     for (std::size_t layer = 0; layer < 3; ++layer) {
       for (const string figure : {"y_rel_l2", "state_rel_l2"}) {
         for (const string kind : {"local", "propagated"}) {
           const string dataset = at + "/layers/" + figure + "_" + kind;
-          EXPECT_EQ(file.read<double>(dataset).values[layer], r["layers"][layer][figure][kind]) << dataset;
+          EXPECT_EQ(file.read<double>(dataset).values[layer], r["layers"][layer][figure][kind].get<double>())
+              << dataset;
         }
       }
     }
