@@ -39,11 +39,7 @@ double rounding_variance(const Format& format, const double* state, std::int64_t
 }
 
 LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit) : shape_(shape), unit_(unit) {
-  if (const auto* eager = std::get_if<Eager>(&policy.schedule)) {
-    schedule_ = Replay{.length = 1, .anchor = eager->state, .read = {}, .ring = {}};
-  } else {
-    schedule_ = std::get<Replay>(policy.schedule);
-  }
+  schedule_ = policy.as_replay();
   const bool delta = is_delta_rule(shape.recurrence);
   open_ = delta && policy.loop == Loop::open;
   const RingFormats& ring = schedule_.ring;

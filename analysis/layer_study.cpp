@@ -228,6 +228,7 @@ class Observer {
     const std::vector<double>& reference = reference_state_;
     const std::vector<double> local = chunk.local.effective();
     const std::size_t size = reference.size() / static_cast<std::size_t>(shape.heads);
+    const Format format = policies_[chunk.policy].as_replay().anchor;
     ErrorMoments sample;
     for (std::size_t h = 0; h < static_cast<std::size_t>(shape.heads); ++h) {
       ErrorMoments moments;
@@ -237,7 +238,7 @@ class Observer {
 
       std::vector<double> once(reference.begin() + static_cast<std::ptrdiff_t>(h * size),
                                reference.begin() + static_cast<std::ptrdiff_t>((h + 1) * size));
-      round_rows(checkpoint_format(policies_[chunk.policy]), once.data(), shape.head_dim, shape.state_dim);
+      round_rows(format, once.data(), shape.head_dim, shape.state_dim);
       for (std::size_t i = 0; i < size; ++i) {
         const double x = reference[h * size + i];
         c.written2[h] += (once[i] - x) * (once[i] - x);
@@ -259,14 +260,8 @@ class Observer {
     }
   }
 
-  static Format checkpoint_format(const Policy& policy) {
-    if (const auto* eager = std::get_if<Eager>(&policy.schedule)) return eager->state;
-    return std::get<Replay>(policy.schedule).anchor;
-  }
-
   LayerErrors finish(LayerErrors& e, const Collected& c, const Policy& policy) {
-    const auto* replay = std::get_if<Replay>(&policy.schedule);
-    const double length = replay ? static_cast<double>(replay->length) : 1.0;
+    const auto length = static_cast<double>(policy.as_replay().length);
     double bound2 = 0;
     for (std::size_t h = 0; h < e.growth.size(); ++h) {
       Growth& g = e.growth[h];

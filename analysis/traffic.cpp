@@ -6,13 +6,6 @@
 namespace replayssm {
 namespace {
 
-Replay as_replay(const Policy& policy) {
-  if (const auto* eager = std::get_if<Eager>(&policy.schedule)) {
-    return Replay{.length = 1, .anchor = eager->state, .read = {}, .ring = {}};
-  }
-  return std::get<Replay>(policy.schedule);
-}
-
 /// Bytes of one record per head. w is shared by the heads of a group.
 double record_bytes(const RecurrenceShape& shape, const Replay& replay, Loop loop) {
   const auto vector_bytes = [&](const char* field, std::int64_t n) {
@@ -33,7 +26,7 @@ double record_bytes(const RecurrenceShape& shape, const Replay& replay, Loop loo
 }
 
 void add_layer(StateCost& cost, const RecurrenceShape& shape, const Policy& policy, std::int64_t tokens) {
-  const Replay replay = as_replay(policy);
+  const Replay replay = policy.as_replay();
   const auto L = replay.length, flushes = tokens / L, outputs = tokens - flushes, rest = tokens % L;
   const auto rows = static_cast<double>(shape.heads * shape.head_dim);
   const double anchor = rows * replay.anchor.row_bytes(shape.state_dim);
@@ -58,7 +51,7 @@ StateCost state_cost(std::span<const LayerInfo> layers, const Policy& policy, st
     const bool covered = policy.covers(static_cast<std::int64_t>(i));
     add_layer(cost, *layers[i].recurrence, covered ? policy : exact_policy(), tokens);
   }
-  const Replay replay = as_replay(policy);
+  const Replay replay = policy.as_replay();
   const std::int64_t L = replay.length, rest = tokens % L;
   cost.flushes = tokens / L;
   cost.ring_reads = cost.flushes * (L * (L - 1) / 2) + rest * (rest - 1) / 2;

@@ -57,8 +57,7 @@ const TensorView& Model::weight(const std::string& name, std::vector<std::int64_
     fail(tensor.file, ": tensor ", name, ": config.json asks for shape ", shape_text(shape), ", found ",
          tensor.describe());
   }
-  const float none = 0;
-  float unused = none;
+  float unused = 0;
   if (tensor.elements() > 0) widen(tensor, 0, 1, &unused);  // refuses a dtype that cannot be computed with
   return tensor;
 }

@@ -207,9 +207,15 @@ bool Policy::covers(std::int64_t layer) const {
          });
 }
 
+Replay Policy::as_replay() const {
+  if (const auto* eager = std::get_if<Eager>(&schedule)) {
+    return Replay{.length = 1, .anchor = eager->state, .read = {}, .ring = {}};
+  }
+  return std::get<Replay>(schedule);
+}
+
 bool Policy::exact() const {
-  if (const auto* eager = std::get_if<Eager>(&schedule)) return eager->state.exact();
-  const auto& replay = std::get<Replay>(schedule);
+  const Replay replay = as_replay();
   return replay.anchor.exact() && (!replay.read || replay.read->exact()) && replay.ring.exact();
 }
 

@@ -63,6 +63,8 @@ struct Policy {
   /// Canonical text, e.g. `replay(L=16, anchor=fp32, read=int8:row, ring=bf16, layers=0-3+7)`.
   std::string text() const;
   bool covers(std::int64_t layer) const;
+  /// The schedule as a replay: an eager state is a shared one of length 1.
+  Replay as_replay() const;
   /// True where no format that the policy names rounds anything.
   bool exact() const;
   bool operator==(const Policy&) const = default;

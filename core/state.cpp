@@ -434,11 +434,7 @@ State<Real>::State(const RecurrenceShape& shape, const Policy& policy) : shape_(
     fail("state of ", shape.heads, " heads, ", shape.groups, " groups, head_dim ", shape.head_dim, ", state_dim ",
          shape.state_dim, ": all must be positive and heads a multiple of groups");
   }
-  if (const auto* eager = std::get_if<Eager>(&policy.schedule)) {
-    schedule_ = Replay{.length = 1, .anchor = eager->state, .read = {}, .ring = {}};
-  } else {
-    schedule_ = std::get<Replay>(policy.schedule);
-  }
+  schedule_ = policy.as_replay();
   const RingFormats& ring = schedule_.ring;
   const bool delta = is_delta_rule(shape.recurrence);
   ring_ = {ring.of(delta ? "v" : "x"),  ring.of(delta ? "k" : "B"),     ring.of("u"),
