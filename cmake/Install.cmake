@@ -1,9 +1,9 @@
-# Installs the program, both libraries, their headers as <replayssm/core/...> and <replayssm/analysis/...>, and the
-# package that find_package(replayssm) reads.
+# Installs the program, the libraries, their headers as <replayssm/core/...>, <replayssm/cuda/...> and
+# <replayssm/analysis/...>, and the package that find_package(replayssm) reads.
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/replayssm)
-install(TARGETS replayssm_core replayssm_analysis EXPORT replayssmTargets
+install(TARGETS replayssm_core replayssm_cuda replayssm_analysis EXPORT replayssmTargets
         INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(TARGETS replayssm)
 install(EXPORT replayssmTargets NAMESPACE replayssm:: DESTINATION ${package_dir})
@@ -17,11 +17,12 @@ set(header_script "
 string(APPEND header_script [[
 
   file(REMOVE_RECURSE "${staging_dir}")
-  file(GLOB headers RELATIVE "${source_dir}" "${source_dir}/core/*.h" "${source_dir}/analysis/*.h")
+  file(GLOB headers RELATIVE "${source_dir}" "${source_dir}/core/*.h" "${source_dir}/analysis/*.h"
+       "${source_dir}/cuda/decode.h" "${source_dir}/cuda/convert.h")
   list(FILTER headers EXCLUDE REGEX "core/(big_real|config|lanes|literal|parallel|trace_hdf5)\\.h|analysis/report_json\\.h")  # private
   foreach(header IN LISTS headers)
     file(READ "${source_dir}/${header}" text)
-    string(REGEX REPLACE "#include \"(core|analysis)/" "#include \"replayssm/\\1/" text "${text}")
+    string(REGEX REPLACE "#include \"(core|cuda|analysis)/" "#include \"replayssm/\\1/" text "${text}")
     file(WRITE "${staging_dir}/${header}" "${text}")
   endforeach()
   file(INSTALL "${staging_dir}/" DESTINATION "${include_dir}")]])
