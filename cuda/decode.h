@@ -60,8 +60,8 @@ struct Step {
   std::int64_t length = 1;
   std::int64_t rows = 0;
   std::int64_t slots = 0;  ///< of every pool and ring
-  /// [rows]: the slot of each row, no slot twice. Negative: padding, which reads and writes nothing, its y included;
-  /// so does a slot that is not below `slots`.
+  /// [rows]: the slot of each row, no slot twice. Negative, or not below `slots`: padding, which touches no slot and
+  /// whose y is not written.
   const std::int32_t* slot = nullptr;
   /// [rows]: records in the ring of the row's slot, 0 to L - 1; read only. The caller moves it on, once a token for all
   /// layers: see advance_cursors(). Null: all 0.

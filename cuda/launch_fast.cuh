@@ -1,0 +1,141 @@
+#pragma once
+
+// Choosing and launching an instance of the fast kernel. Each decode_*.cu instantiates those of one recurrence.
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <initializer_list>
+
+#include "cuda/decode.cuh"
+
+namespace replayssm::cuda {
+namespace {
+
+/// Properties of the current device, asked for once.
+struct Device {
+  int index = 0, multiprocessors = 0, shared_limit = 0;
+};
+inline Device current_device() {
+  static std::array<std::atomic<int>, 64> multiprocessors, shared_limits;
+  Device d;
+  if (cudaGetDevice(&d.index) != cudaSuccess || d.index >= 64) return d;
+  const auto i = static_cast<std::size_t>(d.index);
+  if (multiprocessors[i] == 0) {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerMultiprocessor, d.index);
+    shared_limits[i] = value;
+    cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, d.index);
+    multiprocessors[i] = value;
+  }
+  d.multiprocessors = multiprocessors[i];
+  d.shared_limit = shared_limits[i];
+  return d;
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
+inline bool aligned(const Activations& a) { return aligned(a.data) && a.stride * bytes(a.type) % 16 == 0; }
+inline bool aligned(const RingField& f) { return aligned(f.data) && f.slot_stride * bytes(f.type) % 16 == 0; }
+inline bool aligned(const StatePool& p) {
+  return aligned(p.codes) && p.slot_stride * bytes(p.storage) % 16 == 0 &&
+         (!scaled(p.storage) || (aligned(p.scales) && p.scale_slot_stride % 4 == 0));
+}
+
+inline bool is_split(const Step& step) { return step.read.codes != nullptr; }
+
+template <class StepType>
+Geometry plan_for(const StepType& step) {
+  constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
+  const bool split = is_split(step);
+  Footprint f{};
+  const Storage read = split ? step.read.storage : step.state.storage;
+  f.read_bytes = bytes(read);
+  f.anchor_bytes = bytes(step.state.storage);
+  f.scaled = scaled(read);
+  f.delta = delta;
+  f.column_decay = has_column_decay(step.shape.recurrence);
+  f.split = split;
+  f.vectors = !delta ? 1 : split ? 3 : 2;
+  f.ring_bytes = bytes(step.ring.v.type);
+  f.w_bytes = bytes(step.ring.w.type);
+  f.batch = f.read_bytes == 4 || step.shape.state_dim == 256 ? 16 : 32;
+  if constexpr (delta) {
+    f.ring_bytes = split ? std::max(bytes(step.ring.u.type), bytes(step.ring.v.type)) : bytes(step.ring.u.type);
+    f.x_bytes = bytes(step.v.type);
+    f.c_bytes = std::max(bytes(step.q.type), bytes(step.k.type));
+  } else {
+    f.x_bytes = bytes(step.x.type);
+    f.c_bytes = std::max(bytes(step.B.type), bytes(step.C.type));
+  }
+  const Device device = current_device();
+  // A block's share is a quarter of the multiprocessor's shared memory, of which 1 KiB a block is the system's.
+  return plan(step, f, device.multiprocessors, device.shared_limit - 4096);
+}
+
+template <class StepType>
+bool serves(const StepType& step) {
+  const std::int64_t N = step.shape.state_dim;
+  if (N != 64 && N != 96 && N != 128 && N != 256) return false;
+  if (step.shape.head_dim % 16 != 0) return false;
+  if (!aligned(step.state)) return false;
+  const bool split = is_split(step);
+  if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
+  const bool ring = step.length > 1;
+  if (ring && !aligned(step.ring.w)) return false;
+  if constexpr (std::is_same_v<StepType, DeltaStep>) {
+    // Shared states fold the cached u in, split ones compute it again: what serving wants of each.
+    if (step.closed_loop != split && step.length > 1) return false;
+    if (ring && (!aligned(step.ring.u) || (split && !aligned(step.ring.v)))) return false;
+    if (ring && has_column_decay(step.shape.recurrence) && !aligned(step.ring.log_decay)) return false;
+    if (!aligned(step.q) || !aligned(step.k) || !aligned(step.v)) return false;
+  } else {
+    if (ring && !aligned(step.ring.v)) return false;
+    if (!aligned(step.x) || !aligned(step.B) || !aligned(step.C)) return false;
+  }
+  return plan_for(step).shared_bytes > 0;
+}
+
+template <Recurrence recurrence, int N, Storage Read, Storage Anchor, bool Split, class StepType>
+void launch_one(const StepType& step, cudaStream_t stream) {
+  const auto kernel = decode_kernel<recurrence, N, Read, Anchor, Split>;
+  const Arguments<StepType> arguments{step, plan_for(step)};
+  static std::array<std::atomic<int>, 64> granted;  // bytes of shared memory that this instance may have, by device
+  const auto device = static_cast<std::size_t>(current_device().index);
+  if (granted[device] < arguments.geometry.shared_bytes) {
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arguments.geometry.shared_bytes) !=
+        cudaSuccess) {
+      return;
+    }
+    granted[device] = arguments.geometry.shared_bytes;
+  }
+  const auto blocks = static_cast<unsigned>(step.rows * arguments.geometry.tiles);
+  kernel<<<blocks, kThreads, static_cast<std::size_t>(arguments.geometry.shared_bytes), stream>>>(arguments);
+}
+
+template <Recurrence recurrence, int N, class StepType>
+void launch_width(const StepType& step, cudaStream_t stream) {
+  const auto shared = [&]<Storage S>() { launch_one<recurrence, N, S, S, false>(step, stream); };
+  const auto split = [&]<Storage S>() { launch_one<recurrence, N, S, Storage::fp32, true>(step, stream); };
+  const bool apart = is_split(step);
+  switch (apart ? step.read.storage : step.state.storage) {
+    case Storage::fp32: return apart ? split.template operator()<Storage::fp32>() : shared.template operator()<Storage::fp32>();
+    case Storage::fp16: return apart ? split.template operator()<Storage::fp16>() : shared.template operator()<Storage::fp16>();
+    case Storage::bf16: return apart ? split.template operator()<Storage::bf16>() : shared.template operator()<Storage::bf16>();
+    case Storage::e4m3_row: return apart ? split.template operator()<Storage::e4m3_row>() : shared.template operator()<Storage::e4m3_row>();
+    case Storage::int8_row: return apart ? split.template operator()<Storage::int8_row>() : shared.template operator()<Storage::int8_row>();
+  }
+}
+
+template <Recurrence recurrence, class StepType>
+void launch_recurrence(const StepType& step, cudaStream_t stream) {
+  switch (step.shape.state_dim) {
+    case 64: return launch_width<recurrence, 64>(step, stream);
+    case 96: return launch_width<recurrence, 96>(step, stream);
+    case 128: return launch_width<recurrence, 128>(step, stream);
+    default: return launch_width<recurrence, 256>(step, stream);
+  }
+}
+
+}  // namespace
+}  // namespace replayssm::cuda

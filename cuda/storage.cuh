@@ -1,0 +1,193 @@
+#pragma once
+
+// Stored states and activations on the device: the closed list of types that the fast kernels know, their conversion to
+// fp32 (exact) and from it (rounded once, bit for bit as core/format.h says).
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "core/format.h"
+#include "cuda/decode.h"
+
+namespace replayssm::cuda {
+
+__host__ __device__ constexpr int bytes(Scalar type) { return type == Scalar::fp32 ? 4 : 2; }
+__host__ __device__ constexpr int bytes(Storage storage) {
+  return storage == Storage::fp32 ? 4 : storage == Storage::fp16 || storage == Storage::bf16 ? 2 : 1;
+}
+__host__ __device__ constexpr bool scaled(Storage storage) { return bytes(storage) == 1; }
+
+// ---- activations and ring records ---------------------------------------------------------------------------------
+
+__device__ inline float load(Scalar type, const void* data, std::int64_t i) {
+  if (type == Scalar::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+  if (type == Scalar::fp16) return __half2float(static_cast<const __half*>(data)[i]);
+  return static_cast<const float*>(data)[i];
+}
+
+/// x rounded to the type, as a float.
+__device__ inline float round_to(Scalar type, float x) {
+  if (type == Scalar::bf16) return __bfloat162float(__float2bfloat16_rn(x));
+  if (type == Scalar::fp16) return __half2float(__float2half_rn(x));
+  return x;
+}
+
+__device__ inline void store(Scalar type, void* data, std::int64_t i, float x) {
+  if (type == Scalar::bf16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x);
+  } else if (type == Scalar::fp16) {
+    static_cast<__half*>(data)[i] = __float2half_rn(x);
+  } else {
+    static_cast<float*>(data)[i] = x;
+  }
+}
+
+// ---- states -------------------------------------------------------------------------------------------------------
+
+/// 4, 8 or 16 bytes in registers.
+template <int Bytes>
+struct Words {
+  std::uint32_t w[Bytes / 4];
+};
+
+template <int Bytes>
+__device__ inline Words<Bytes> load_words(const std::byte* p) {
+  Words<Bytes> r;
+  if constexpr (Bytes == 16) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    r.w[0] = v.x, r.w[1] = v.y, r.w[2] = v.z, r.w[3] = v.w;
+  } else if constexpr (Bytes == 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    r.w[0] = v.x, r.w[1] = v.y;
+  } else {
+    r.w[0] = *reinterpret_cast<const std::uint32_t*>(p);
+  }
+  return r;
+}
+
+template <int Bytes>
+__device__ inline void store_words(std::byte* p, const Words<Bytes>& r) {
+  if constexpr (Bytes == 16) {
+    *reinterpret_cast<uint4*>(p) = make_uint4(r.w[0], r.w[1], r.w[2], r.w[3]);
+  } else if constexpr (Bytes == 8) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(r.w[0], r.w[1]);
+  } else if constexpr (Bytes == 4) {
+    *reinterpret_cast<std::uint32_t*>(p) = r.w[0];
+  }
+}
+
+/// The codes of `Bytes` bytes as floats, without their scale.
+template <Storage S, int Bytes>
+__device__ inline void decode_words(const Words<Bytes>& r, float* out) {
+#pragma unroll
+  for (int i = 0; i < Bytes / 4; ++i) {
+    const std::uint32_t w = r.w[i];
+    if constexpr (S == Storage::fp32) {
+      out[i] = __uint_as_float(w);
+    } else if constexpr (S == Storage::bf16) {
+      out[2 * i] = __uint_as_float(w << 16);
+      out[2 * i + 1] = __uint_as_float(w & 0xFFFF0000u);
+    } else if constexpr (S == Storage::fp16) {
+      const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w));
+      out[2 * i] = f.x, out[2 * i + 1] = f.y;
+    } else if constexpr (S == Storage::e4m3_row) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(w >> (16 * k)), __NV_E4M3);
+        const float2 f = __half22float2(__half2(h));
+        out[4 * i + 2 * k] = f.x, out[4 * i + 2 * k + 1] = f.y;
+      }
+    } else {
+      // A byte in the low mantissa of 2^23 is 2^23 + byte, exactly; the sign bit is flipped to count from -128.
+      const std::uint32_t u = w ^ 0x80808080u;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        out[4 * i + k] = __uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440 + k)) - 8388736.0f;
+      }
+    }
+  }
+}
+
+/// Division by one number many times, correctly rounded.
+///
+/// q = fma(r, e, q0) with q0 = x r, e = fma(-q0, d, x) and r the rounded reciprocal is the rounded quotient where no
+/// step leaves the normal range (Markstein 1990, theorem 5; Muller et al., Handbook of Floating-Point Arithmetic, 4.7).
+/// With 2^-80 <= d <= 2^80 that holds for quotients from 2^-20 up; below, both q and the true quotient are under any
+/// half step of the codes it is rounded to.
+struct Divider {
+  float d, r;
+  bool quick;
+  __device__ explicit Divider(float divisor) {
+    d = divisor;
+    r = __frcp_rn(divisor);
+    quick = divisor >= 0x1p-80f && divisor <= 0x1p80f;
+  }
+  __device__ float operator()(float x) const {
+    if (!quick) return __fdiv_rn(x, d);
+    const float q = __fmul_rn(x, r);
+    return copysignf(__fmaf_rn(__fmaf_rn(-q, d, x), r, q), x);  // -0 / d would become +0
+  }
+};
+
+template <Storage S>
+__host__ __device__ constexpr float max_code() {
+  return S == Storage::e4m3_row ? 448.0f : 127.0f;
+}
+
+/// The scale of a row whose largest magnitude is `largest`, which is NaN or Inf where an element is.
+template <Storage S>
+__device__ inline float row_scale(float largest) {
+  const float scale = __fdiv_rn(largest, max_code<S>());
+  if (!(scale <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
+  return scale == 0 ? 1.0f : scale;
+}
+
+/// The larger magnitude; NaN if either is.
+__device__ inline float larger(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+template <Storage S>
+__device__ inline std::uint32_t code_16(float x) {
+  constexpr Element element = kElements[S == Storage::fp16 ? 2 : 3];
+  if (x != x) return encode(element, x);  // keeps sign and payload, which the instructions do not
+  if constexpr (S == Storage::fp16) {
+    return __half_as_ushort(__float2half_rn(x));
+  } else {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  }
+}
+
+/// Codes of `Bytes` bytes; for scaled storages of x / scale, 0 where the scale is NaN.
+template <Storage S, int Bytes>
+__device__ inline Words<Bytes> encode_words(const float* x, const Divider& scale) {
+  Words<Bytes> r;
+#pragma unroll
+  for (int i = 0; i < Bytes / 4; ++i) {
+    if constexpr (S == Storage::fp32) {
+      r.w[i] = __float_as_uint(x[i]);
+    } else if constexpr (bytes(S) == 2) {
+      r.w[i] = code_16<S>(x[2 * i]) | code_16<S>(x[2 * i + 1]) << 16;
+    } else if constexpr (S == Storage::e4m3_row) {
+      const float q0 = scale(x[4 * i]), q1 = scale(x[4 * i + 1]), q2 = scale(x[4 * i + 2]), q3 = scale(x[4 * i + 3]);
+      const std::uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(q0, q1), __NV_SATFINITE, __NV_E4M3);
+      const std::uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(q2, q3), __NV_SATFINITE, __NV_E4M3);
+      r.w[i] = scale.d != scale.d ? 0 : low | high << 16;
+    } else {
+      std::uint32_t w = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        w |= (static_cast<std::uint32_t>(__float2int_rn(scale(x[4 * i + k]))) & 0xFFu) << (8 * k);
+      }
+      r.w[i] = scale.d != scale.d ? 0 : w;
+    }
+  }
+  return r;
+}
+
+}  // namespace replayssm::cuda
