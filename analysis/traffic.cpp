@@ -1,57 +1,120 @@
 #include "analysis/traffic.h"
 
-#include <string>
-#include <vector>
+#include <tuple>
+#include <utility>
 
 namespace replayssm {
 namespace {
 
-/// Bytes of one record per head. w is shared by the heads of a group.
-double record_bytes(const RecurrenceShape& shape, const Replay& replay, Loop loop) {
-  const auto vector_bytes = [&](const char* field, std::int64_t n) {
-    const Format format = replay.ring.of(field);
-    return format.exact() ? 2.0 * static_cast<double>(n) : format.row_bytes(n);
-  };
-  const auto gate_bytes = [&](const char* field, std::int64_t n) {
-    const Format format = replay.ring.of(field);
-    return format.exact() ? 4.0 * static_cast<double>(n) : format.row_bytes(n);
-  };
-  const double sharing = static_cast<double>(shape.groups) / static_cast<double>(shape.heads);
-  if (!is_delta_rule(shape.recurrence)) {
-    return vector_bytes("x", shape.head_dim) + sharing * vector_bytes("B", shape.state_dim) + gate_bytes("dt", 1);
+double real(std::int64_t n) { return static_cast<double>(n); }
+
+/// Bytes of `rows` rows of n elements of a field of a record.
+struct Field {
+  const Replay& replay;
+  double activation(const char* name, std::int64_t rows, std::int64_t n) const { return bytes(name, 2, rows, n); }
+  double gate(const char* name, std::int64_t rows, std::int64_t n) const { return bytes(name, 4, rows, n); }
+
+ private:
+  double bytes(const char* name, double exact, std::int64_t rows, std::int64_t n) const {
+    const Format format = replay.ring.of(name);
+    return real(rows) * (format.exact() ? exact * real(n) : format.row_bytes(n));
   }
-  const double common = sharing * vector_bytes("k", shape.state_dim) + gate_bytes("g", shape.decay_dim());
-  if (loop == Loop::open) return common + vector_bytes("u", shape.head_dim);
-  return common + vector_bytes("v", shape.head_dim) + gate_bytes("beta", 1);
+};
+
+/// The sum over `count` output-only steps that meet first, first + 1, ... records, starting with an empty ring.
+StepBytes outputs(const LayerTraffic& layer, std::int64_t count) {
+  if (count == 0) return {};
+  const StepBytes first = layer.output(0);
+  const double record = layer.output(1).ring_read, n = real(count);
+  return {n * first.state_read, n * first.state_write, n * first.scales, record * n * (n - 1) / 2,
+          n * first.ring_append};
 }
 
-void add_layer(StateCost& cost, const RecurrenceShape& shape, const Policy& policy, std::int64_t tokens) {
-  const Replay replay = policy.as_replay();
-  const auto L = replay.length, flushes = tokens / L, outputs = tokens - flushes, rest = tokens % L;
-  const auto rows = static_cast<double>(shape.heads * shape.head_dim);
-  const double anchor = rows * replay.anchor.row_bytes(shape.state_dim);
-  const double copy = replay.read ? rows * replay.read->row_bytes(shape.state_dim) : 0;
-  const double record = static_cast<double>(shape.heads) * record_bytes(shape, replay, policy.loop);
-  const std::int64_t ring_reads = flushes * (L * (L - 1) / 2) + rest * (rest - 1) / 2;
-
-  cost.bytes_stored_per_sequence += anchor + copy + static_cast<double>(L - 1) * record;
-  const double moved = static_cast<double>(outputs) * (replay.read ? copy : anchor) +
-                       static_cast<double>(flushes) * (2 * anchor + copy) +
-                       static_cast<double>(ring_reads + outputs) * record;
-  cost.bytes_moved_per_token += moved / static_cast<double>(tokens);
+double moved(const LayerTraffic& layer, std::int64_t L, std::int64_t tokens) {
+  const std::int64_t flushes = tokens / L;
+  return real(flushes) * (outputs(layer, L - 1).total() + layer.flush().total()) + outputs(layer, tokens % L).total();
 }
 
 }  // namespace
 
+StepBytes& StepBytes::operator+=(const StepBytes& other) {
+  state_read += other.state_read;
+  state_write += other.state_write;
+  scales += other.scales;
+  ring_read += other.ring_read;
+  ring_append += other.ring_append;
+  return *this;
+}
+
+LayerTraffic::LayerTraffic(const RecurrenceShape& shape, const Policy& policy) {
+  const Replay replay = policy.as_replay();
+  length_ = replay.length;
+  split_ = replay.read.has_value();
+  const double rows = real(shape.heads * shape.head_dim);
+  const auto state = [&](const Format& format) {
+    const double codes = real(format.code_bytes(shape.state_dim));
+    return std::pair{rows * codes, rows * (format.row_bytes(shape.state_dim) - codes)};
+  };
+  std::tie(anchor_.codes, anchor_.scales) = state(replay.anchor);
+  copy_ = {};
+  if (split_) std::tie(copy_.codes, copy_.scales) = state(*replay.read);
+
+  const Field field{replay};
+  const std::int64_t H = shape.heads, G = shape.groups, P = shape.head_dim, N = shape.state_dim;
+  if (!is_delta_rule(shape.recurrence)) {
+    const double all = field.activation("x", H, P) + field.activation("B", G, N) + field.gate("dt", H, 1);
+    record_ = {all, all, all};
+    return;
+  }
+  const double u = field.activation("u", H, P);
+  const double common = field.activation("k", G, N) + field.gate("g", H, shape.decay_dim());
+  record_ = {u + common, u + common, u + common};
+  if (policy.loop == Loop::closed) {
+    const double raw = field.activation("v", H, P) + field.gate("beta", H, 1);
+    record_.appended += raw;
+    record_.flush = raw + common;
+  }
+}
+
+double LayerTraffic::stored() const {
+  return anchor_.codes + anchor_.scales + copy_.codes + copy_.scales + real(length_ - 1) * record_.appended;
+}
+
+StepBytes LayerTraffic::output(std::int64_t held) const {
+  const auto& read = split_ ? copy_ : anchor_;
+  return {read.codes, 0, read.scales, real(held) * record_.output, record_.appended};
+}
+
+StepBytes LayerTraffic::flush() const {
+  return {anchor_.codes, anchor_.codes + copy_.codes, 2 * anchor_.scales + copy_.scales,
+          real(length_ - 1) * record_.flush, 0};
+}
+
+StepBytes LayerTraffic::mean() const {
+  StepBytes sum = outputs(*this, length_ - 1);
+  sum += flush();
+  const double L = real(length_);
+  return {sum.state_read / L, sum.state_write / L, sum.scales / L, sum.ring_read / L, sum.ring_append / L};
+}
+
+double activation_bytes(const RecurrenceShape& shape, double bytes) {
+  const std::int64_t heads = shape.heads * 2 * shape.head_dim;  // x or v, and y
+  const std::int64_t groups = shape.groups * 2 * shape.state_dim;
+  const std::int64_t gates = shape.heads * (is_delta_rule(shape.recurrence) ? shape.decay_dim() + 1 : 1);
+  return bytes * real(heads + groups + gates);
+}
+
 StateCost state_cost(std::span<const LayerInfo> layers, const Policy& policy, std::int64_t tokens) {
   StateCost cost;
   if (tokens < 1) return cost;
+  const Replay replay = policy.as_replay();
   for (std::size_t i = 0; i < layers.size(); ++i) {
     if (!layers[i].recurrence) continue;
     const bool covered = policy.covers(static_cast<std::int64_t>(i));
-    add_layer(cost, *layers[i].recurrence, covered ? policy : exact_policy(), tokens);
+    const LayerTraffic layer(*layers[i].recurrence, covered ? policy : exact_policy());
+    cost.bytes_stored_per_sequence += layer.stored();
+    cost.bytes_moved_per_token += moved(layer, covered ? replay.length : 1, tokens) / real(tokens);
   }
-  const Replay replay = policy.as_replay();
   const std::int64_t L = replay.length, rest = tokens % L;
   cost.flushes = tokens / L;
   cost.ring_reads = cost.flushes * (L * (L - 1) / 2) + rest * (rest - 1) / 2;

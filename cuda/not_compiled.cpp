@@ -1,6 +1,7 @@
 // Everything public of cuda/ in a build without CUDA: the same symbols, so that no caller needs an #ifdef.
 
 #include "core/error.h"
+#include "cuda/bench.h"
 #include "cuda/convert.h"
 #include "cuda/decode.h"
 
@@ -24,6 +25,8 @@ void encode_rows(Storage, const float*, std::int64_t, std::int64_t, void*, float
 void decode_rows(Storage, const void*, const float*, std::int64_t, std::int64_t, float*, CUstream_st*) {
   refuse("decode_rows");
 }
+Ceilings measure_ceilings() { refuse("measure_ceilings"); }
+BenchResult bench(const BenchCase&) { refuse("bench"); }
 bool available() { return false; }
 
 }  // namespace replayssm::cuda

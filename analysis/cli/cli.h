@@ -37,5 +37,6 @@ Command add_verify(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_formats(CLI::App& app);
 Command add_oracle(CLI::App& app);
+Command add_bench(CLI::App& app);
 
 }  // namespace replayssm::cli

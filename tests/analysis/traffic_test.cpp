@@ -74,8 +74,10 @@ const std::vector<Case>& cases() {
   return all;
 }
 
-/// Bytes of one record of a layer: what all heads and all groups append for one token.
-double layer_record(const Case& c, const RecurrenceShape& s) {
+enum class Use { append, output, flush };
+
+/// Bytes of one record of a layer, all heads and all groups: what a token appends, what outputs and flushes read.
+double layer_record(const Case& c, const RecurrenceShape& s, Use use) {
   const auto field = [&](const char* name, std::int64_t n) {
     const bool gate = std::string(name) == "dt" || std::string(name) == "g" || std::string(name) == "beta";
     const auto found = c.ring.find(name);
@@ -88,7 +90,8 @@ double layer_record(const Case& c, const RecurrenceShape& s) {
       bytes += field("x", s.head_dim) + field("dt", 1);
     } else {
       bytes += field("g", s.recurrence == Recurrence::kda ? s.state_dim : 1);
-      bytes += c.open ? field("u", s.head_dim) : field("v", s.head_dim) + field("beta", 1);
+      if (c.open || use != Use::flush) bytes += field("u", s.head_dim);
+      if (!c.open && use != Use::output) bytes += field("v", s.head_dim) + field("beta", 1);
     }
   }
   for (std::int64_t g = 0; g < s.groups; ++g)
@@ -99,14 +102,15 @@ double layer_record(const Case& c, const RecurrenceShape& s) {
 /// Walks the tokens of one layer. The counts per layer of the result are those of this layer.
 StateCost walk(const Case& c, const RecurrenceShape& s, std::int64_t tokens) {
   const double rows = static_cast<double>(s.heads * s.head_dim), n = static_cast<double>(s.state_dim);
-  const double anchor = rows * c.anchor(n), copy = c.read ? rows * c.read(n) : 0, record = layer_record(c, s);
+  const double anchor = rows * c.anchor(n), copy = c.read ? rows * c.read(n) : 0;
+  const double record = layer_record(c, s, Use::append);
   StateCost cost;
   cost.bytes_stored_per_sequence = anchor + copy + static_cast<double>(c.L - 1) * record;
   double moved = 0;
   bool written = false;  // before the first write the state is zero, which no format rounds
   for (std::int64_t t = 0, held = 0; t < tokens; ++t) {
     cost.ring_reads += held;
-    moved += static_cast<double>(held) * record;
+    moved += static_cast<double>(held) * layer_record(c, s, held < c.L - 1 ? Use::output : Use::flush);
     if (held < c.L - 1) {
       moved += (c.read ? copy : anchor) + record;
       cost.rounded_reads += written && (c.read ? c.read_rounded : c.anchor_rounded);
