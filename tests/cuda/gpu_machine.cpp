@@ -1,0 +1,74 @@
+// The kernels on a GPU: the generic one and, where it serves a step, the fast one.
+
+#include <cuda_runtime_api.h>
+
+#include "core/error.h"
+#include "cuda/convert.h"
+#include "cuda/kernels.h"
+#include "tests/cuda/machine.h"
+
+namespace replayssm::cuda::tests {
+namespace {
+
+void require(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) fail(what, ": ", cudaGetErrorString(error));
+}
+
+class Gpu : public Machine {
+ public:
+  explicit Gpu(Kernel kernel) : kernel_(kernel) {}
+
+  void* allocate(std::size_t bytes) override {
+    void* there = nullptr;
+    require(cudaMalloc(&there, bytes == 0 ? 1 : bytes), "cudaMalloc");
+    return there;
+  }
+  void release(void* there) override { cudaFree(there); }
+  void write(void* there, const void* here, std::size_t bytes) override {
+    require(cudaMemcpy(there, here, bytes, cudaMemcpyHostToDevice), "copy to the device");
+  }
+  void read(void* here, const void* there, std::size_t bytes) override {
+    require(cudaMemcpy(here, there, bytes, cudaMemcpyDeviceToHost), "copy from the device");
+  }
+  bool serves(const Mamba2Step& step) override { return kernel_ == Kernel::generic || fast(step); }
+  bool serves(const DeltaStep& step) override { return kernel_ == Kernel::generic || fast(step); }
+  void decode(const Mamba2Step& step) override { run(step); }
+  void decode(const DeltaStep& step) override { run(step); }
+  void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length) override {
+    cuda::advance_cursors(rows, slot, held, length, nullptr);
+    wait();
+  }
+  void encode_rows(Storage storage, const float* data, std::int64_t rows, std::int64_t n, void* codes,
+                   float* scales) override {
+    cuda::encode_rows(storage, data, rows, n, codes, scales, nullptr);
+    wait();
+  }
+  void decode_rows(Storage storage, const void* codes, const float* scales, std::int64_t rows, std::int64_t n,
+                   float* data) override {
+    cuda::decode_rows(storage, codes, scales, rows, n, data, nullptr);
+    wait();
+  }
+
+ private:
+  template <class AnyStep>
+  void run(const AnyStep& step) {
+    cuda::decode(step, nullptr, kernel_);
+    wait();
+  }
+  void wait() { require(cudaDeviceSynchronize(), "a kernel"); }
+
+  Kernel kernel_;
+};
+
+}  // namespace
+
+std::vector<std::string> machine_names() { return {"generic", "fast"}; }
+
+Machine* machine(const std::string& name) {
+  static const bool has_device = available();
+  if (!has_device) return nullptr;
+  static Gpu generic(Kernel::generic), fast(Kernel::fast);
+  return name == "fast" ? &fast : &generic;
+}
+
+}  // namespace replayssm::cuda::tests
