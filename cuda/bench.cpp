@@ -35,12 +35,14 @@ Accuracy warm_up(const BenchCase& c, const Layers& layers, const Stream& stream)
   const std::vector<std::int64_t> rows = sample(c.rows), heads = sample(c.shape.heads);
   const std::int64_t P = c.shape.head_dim, T = layers.warm_tokens();
   std::vector<std::vector<double>> found(rows.size());  // y, as in Trajectory
+  const std::int64_t typed_from = T - c.policy.as_replay().length;
   for (std::int64_t t = 0; t < T; ++t) {
-    layers.token(t);
+    const Scalar y_type = t < typed_from ? Scalar::fp32 : c.activations;
+    layers.token(t, y_type);
     stream.wait();
     for (std::size_t i = 0; i < rows.size(); ++i) {
       if (t < layers.joins(rows[i])) continue;
-      const std::vector<double> y = layers.y(t, rows[i]);
+      const std::vector<double> y = layers.y(t, rows[i], y_type);
       for (const std::int64_t h : heads) found[i].insert(found[i].end(), y.begin() + h * P, y.begin() + (h + 1) * P);
     }
   }
@@ -51,24 +53,22 @@ Accuracy warm_up(const BenchCase& c, const Layers& layers, const Stream& stream)
     const HostSequence sequence = layers.sequence(rows[i], T);
     const Trajectory expected = follow<double>(c, layers.parameters(), sequence, heads);
     const Trajectory in_float = follow<float>(c, layers.parameters(), sequence, heads);
-    const std::size_t width = heads.size() * static_cast<std::size_t>(P);
-    for (std::size_t at = 0; at < expected.y.size(); at += width) {
-      kernel.y = worse(relative_l2(found[i], expected.y, at, at + width), kernel.y);
-      single.y = worse(relative_l2(in_float.y, expected.y, at, at + width), single.y);
+    const std::int64_t width = std::ssize(heads) * P;
+    for (std::int64_t t = layers.joins(rows[i]), at = 0; t < T; ++t, at += width) {
+      double& error = t < typed_from ? kernel.y : kernel.y_typed;
+      error = worse(relative_l2(found[i], expected.y, at, width), error);
+      single.y = worse(relative_l2(in_float.y, expected.y, at, width), single.y);
     }
-    const auto compare = [&](const std::vector<double>& state, const auto& of) {
-      kernel.state = worse(relative_l2(state, of(expected), 0, state.size()), kernel.state);
-      single.state = worse(relative_l2(of(in_float), of(expected), 0, state.size()), single.state);
+    const auto compare = [&](const std::vector<double>& state, auto member) {
+      kernel.state = worse(relative_l2(state, expected.*member, 0, std::ssize(state)), kernel.state);
+      single.state = worse(relative_l2(in_float.*member, expected.*member, 0, std::ssize(state)), single.state);
     };
-    compare(
-        layers.states(rows[i], heads, false), [](const Trajectory& t) -> const auto& { return t.state; });
-    if (c.policy.as_replay().read) {
-      compare(
-          layers.states(rows[i], heads, true), [](const Trajectory& t) -> const auto& { return t.read; });
-    }
+    compare(layers.states(rows[i], heads, false), &Trajectory::state);
+    if (c.policy.as_replay().read) compare(layers.states(rows[i], heads, true), &Trajectory::read);
   }
-  kernel.y_bound = 2 * single.y + roundings_to_y(c);
-  kernel.state_bound = 2 * single.state + roundings_to_state(c);
+  kernel.y_bound = 2 * single.y + state_roundings(c);
+  kernel.y_typed_bound = kernel.y_bound + y_rounding(c);
+  kernel.state_bound = 2 * single.state + state_roundings(c);
   return kernel;
 }
 
@@ -88,7 +88,8 @@ BenchResult bench(const BenchCase& c) {
 
   const std::int64_t tokens = layers.sets(), steps = tokens * layers.layers();
   result.step = time_steps(stream, steps, [&] {
-    for (std::int64_t t = 0; t < tokens; ++t) layers.token(tokens + t);  // the rows have all joined before
+    for (std::int64_t t = 0; t < tokens; ++t)
+      layers.token(tokens + t, c.activations);  // the rows have all joined before
   });
   layers.all_hold(L - 1);
   result.flush = L == 1 ? result.step : time_steps(stream, steps, [&] {

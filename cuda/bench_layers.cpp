@@ -131,7 +131,7 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
     inputs_.push_back({s.heads, 0, 0.5f, {}});
   }
   const std::int64_t element = cuda::bytes_of(c.activations);
-  std::int64_t needed = layers_ * layer_bytes_ + sets_ * c.rows * V * element;
+  std::int64_t needed = layers_ * layer_bytes_ + sets_ * c.rows * V * static_cast<std::int64_t>(sizeof(float));
   for (const Input& i : inputs_) needed += sets_ * c.rows * i.width * element;
   std::size_t free = 0, all = 0;
   check(cudaMemGetInfo(&free, &all), "asking for free memory");
@@ -141,7 +141,7 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
   }
   memory_ = Buffer(layers_ * layer_bytes_);
   memory_.zero();
-  y_ = Buffer(sets_ * c.rows * V * element);
+  y_ = Buffer(sets_ * c.rows * V * static_cast<std::int64_t>(sizeof(float)));
   std::uint64_t seed = 0;
   for (Input& i : inputs_) {
     const std::int64_t n = sets_ * c.rows * i.width;
@@ -171,7 +171,7 @@ void Layers::make_parameters() {
     for (std::int64_t d = 0; d < s.decay_dim(); ++d) {
       dt_bias.push_back(static_cast<float>(std::log(std::expm1(between(0.001, 0.1)))));
     }
-    D.push_back(static_cast<float>(0.5 + uniform()));
+    D.push_back(static_cast<float>(0.1 * uniform()));  // small: D x shall not hide an error of S c
   }
   parameters_ = {{A_log.begin(), A_log.end()}, {dt_bias.begin(), dt_bias.end()}, {D.begin(), D.end()}};
   A_log_ = Buffer(A_log);
@@ -179,7 +179,7 @@ void Layers::make_parameters() {
   D_ = Buffer(D);
 }
 
-std::int64_t Layers::warm_tokens() const { return length_ * std::max<std::int64_t>(3, (8 + length_ - 1) / length_); }
+std::int64_t Layers::warm_tokens() const { return length_ * std::max<std::int64_t>(4, (8 + length_ - 1) / length_); }
 
 void Layers::all_hold(std::int64_t records) const {
   const std::vector<std::int32_t> held(static_cast<std::size_t>(case_.rows), static_cast<std::int32_t>(records));
@@ -196,8 +196,11 @@ StatePool Layers::on_device(const Pool& pool, std::int64_t layer) const {
           pool.scales.elements};
 }
 
-void Layers::fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot) const {
-  const std::int64_t V = case_.shape.heads * case_.shape.head_dim;
+void* Layers::y_of(std::int64_t set, Scalar type) const {
+  return y_.at(set * case_.rows * case_.shape.heads * case_.shape.head_dim * cuda::bytes_of(type));
+}
+
+void Layers::fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot, Scalar y_type) const {
   const auto field = [&](Scalar type, const Part& part) { return RingField{type, place(part, layer), part.elements}; };
   step.shape = case_.shape;
   step.length = length_;
@@ -212,16 +215,16 @@ void Layers::fill(Step& step, std::int64_t layer, std::int64_t set, const std::i
                field(w_type_, w_),
                field(Scalar::fp32, gain_),
                field(Scalar::fp32, log_decay_)};
-  step.y_type = case_.activations;
-  step.y = y_.at(set * case_.rows * V * cuda::bytes_of(case_.activations));
-  step.y_stride = V;
+  step.y_type = y_type;
+  step.y = y_of(set, y_type);
+  step.y_stride = case_.shape.heads * case_.shape.head_dim;
 }
 
-void Layers::decode_all(std::int64_t set, const std::int32_t* slot) const {
+void Layers::decode_all(std::int64_t set, const std::int32_t* slot, Scalar y_type) const {
   for (std::int64_t layer = 0; layer < layers_; ++layer) {
     if (is_delta_rule(case_.shape.recurrence)) {
       DeltaStep step;
-      fill(step, layer, set, slot);
+      fill(step, layer, set, slot, y_type);
       step.closed_loop = closed_loop_;
       step.q = input(0, set), step.k = input(1, set), step.v = input(2, set);
       step.gate = input(3, set), step.beta = input(4, set);
@@ -229,7 +232,7 @@ void Layers::decode_all(std::int64_t set, const std::int32_t* slot) const {
       cuda::decode(step, stream_, case_.kernel);
     } else {
       Mamba2Step step;
-      fill(step, layer, set, slot);
+      fill(step, layer, set, slot, y_type);
       step.x = input(0, set), step.B = input(1, set), step.C = input(2, set), step.dt = input(3, set);
       step.A_log = A_log_.at<float>(), step.dt_bias = dt_bias_.at<float>(), step.D = D_.at<float>();
       cuda::decode(step, stream_, case_.kernel);
@@ -237,16 +240,17 @@ void Layers::decode_all(std::int64_t set, const std::int32_t* slot) const {
   }
 }
 
-void Layers::token(std::int64_t t) const {
+void Layers::token(std::int64_t t, Scalar y_type) const {
   const std::int64_t table = std::min(t, length_ - 1);
   const auto* slot = slots_.at<std::int32_t>(table * case_.rows * static_cast<std::int64_t>(sizeof(std::int32_t)));
-  decode_all(t % sets_, slot);
+  decode_all(t % sets_, slot, y_type);
   if (length_ > 1) advance_cursors(case_.rows, slot, held_.at<std::int32_t>(), length_, stream_);
 }
 
 void Layers::standing_token(std::int64_t t) const {
   decode_all(t % sets_,
-             slots_.at<std::int32_t>((length_ - 1) * case_.rows * static_cast<std::int64_t>(sizeof(std::int32_t))));
+             slots_.at<std::int32_t>((length_ - 1) * case_.rows * static_cast<std::int64_t>(sizeof(std::int32_t))),
+             case_.activations);
 }
 
 HostSequence Layers::sequence(std::int64_t row, std::int64_t tokens) const {
@@ -268,9 +272,10 @@ HostSequence Layers::sequence(std::int64_t row, std::int64_t tokens) const {
   return out;
 }
 
-std::vector<double> Layers::y(std::int64_t token, std::int64_t row) const {
-  const std::int64_t V = case_.shape.heads * case_.shape.head_dim, element = cuda::bytes_of(case_.activations);
-  return widen(format_of(case_.activations), y_.at(((token % sets_) * case_.rows + row) * V * element), nullptr, 1, V);
+std::vector<double> Layers::y(std::int64_t token, std::int64_t row, Scalar y_type) const {
+  const std::int64_t V = case_.shape.heads * case_.shape.head_dim;
+  const auto* begin = static_cast<const std::byte*>(y_of(token % sets_, y_type));
+  return widen(format_of(y_type), begin + row * V * cuda::bytes_of(y_type), nullptr, 1, V);
 }
 
 std::vector<double> Layers::states(std::int64_t row, const std::vector<std::int64_t>& heads, bool read) const {

@@ -19,14 +19,14 @@ class Layers {
 
   std::int64_t layers() const { return layers_; }
   std::int64_t sets() const { return sets_; }  ///< a multiple of L, at least 16
-  /// Tokens until every row has flushed twice and row r holds r mod L records.
+  /// Tokens until every row has flushed at least three times and row r holds r mod L records.
   std::int64_t warm_tokens() const;
   /// The first of these that row r takes part in.
   std::int64_t joins(std::int64_t row) const { return (length_ - row % length_) % length_; }
 
   /// Puts token t of every layer on the stream, then moves the cursors on. Tokens before L are for the rows that have
-  /// joined; set t mod sets() of the inputs is read and of y written.
-  void token(std::int64_t t) const;
+  /// joined; set t mod sets() of the inputs is read and of y written, as `y_type`.
+  void token(std::int64_t t, Scalar y_type) const;
   /// The same for all rows, while the cursors stay where they are.
   void standing_token(std::int64_t t) const;
   void all_hold(std::int64_t records) const;
@@ -34,7 +34,7 @@ class Layers {
   // Host copies, of what is on the device when the stream is idle.
   const HostParameters& parameters() const { return parameters_; }
   HostSequence sequence(std::int64_t row, std::int64_t tokens) const;
-  std::vector<double> y(std::int64_t token, std::int64_t row) const;
+  std::vector<double> y(std::int64_t token, std::int64_t row, Scalar y_type) const;
   /// Heads of the first layer, [heads, head_dim, state_dim]; of the read copy, where there is one, if `read`.
   std::vector<double> states(std::int64_t row, const std::vector<std::int64_t>& heads, bool read) const;
 
@@ -63,8 +63,10 @@ class Layers {
   StatePool on_device(const Pool& pool, std::int64_t layer) const;
   void make_parameters();
   Activations input(std::size_t i, std::int64_t set) const;
-  void fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot) const;
-  void decode_all(std::int64_t set, const std::int32_t* slot) const;
+  /// Where y of a set begins; there is room for fp32.
+  void* y_of(std::int64_t set, Scalar type) const;
+  void fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot, Scalar y_type) const;
+  void decode_all(std::int64_t set, const std::int32_t* slot, Scalar y_type) const;
 
   BenchCase case_;
   const Stream& stream_;

@@ -88,22 +88,20 @@ template Trajectory follow<float>(const BenchCase&, const HostParameters&, const
 template Trajectory follow<double>(const BenchCase&, const HostParameters&, const HostSequence&,
                                    const std::vector<std::int64_t>&);
 
-double relative_l2(const std::vector<double>& a, const std::vector<double>& b, std::size_t begin, std::size_t end) {
+double relative_l2(const std::vector<double>& a, const std::vector<double>& b, std::int64_t begin, std::int64_t count) {
   double difference = 0, norm = 0;
-  for (std::size_t i = begin; i < end; ++i) {
+  for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(begin + count); ++i) {
     difference += (a[i] - b[i]) * (a[i] - b[i]);
     norm += b[i] * b[i];
   }
   return std::sqrt(difference / norm);
 }
 
-double roundings_to_state(const BenchCase& c) {
+double state_roundings(const BenchCase& c) {
   const Replay replay = c.policy.as_replay();
   return unit_roundoff(replay.anchor) + (replay.read ? unit_roundoff(*replay.read) : 0) + ring_roundings(c);
 }
 
-double roundings_to_y(const BenchCase& c) {
-  return roundings_to_state(c) + unit_roundoff(parse_format(text(c.activations)));
-}
+double y_rounding(const BenchCase& c) { return unit_roundoff(parse_format(text(c.activations))); }
 
 }  // namespace replayssm::cuda

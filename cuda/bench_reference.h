@@ -31,12 +31,12 @@ template <class Real>
 Trajectory follow(const BenchCase& bench_case, const HostParameters& parameters, const HostSequence& sequence,
                   const std::vector<std::int64_t>& heads);
 
-/// |a - b| / |b| over a part of both.
-double relative_l2(const std::vector<double>& a, const std::vector<double>& b, std::size_t begin, std::size_t end);
+/// |a - b| / |b| over `count` elements of both.
+double relative_l2(const std::vector<double>& a, const std::vector<double>& b, std::int64_t begin, std::int64_t count);
 
-/// What one rounding may change, relative: the sum of the unit roundoffs of the formats that stand between the inputs
-/// and y, or between the inputs and the stored states.
-double roundings_to_y(const BenchCase& bench_case);
-double roundings_to_state(const BenchCase& bench_case);
+/// What one rounding may change, relative: the unit roundoffs of states, read copies and computed records together.
+double state_roundings(const BenchCase& bench_case);
+/// The same of y as it is written.
+double y_rounding(const BenchCase& bench_case);
 
 }  // namespace replayssm::cuda

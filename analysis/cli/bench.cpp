@@ -163,8 +163,9 @@ void print(const Row& row, const Row* eager, const cuda::Ceilings& ceilings, std
   const cuda::BenchResult& r = row.result;
   std::printf("%-*s ", static_cast<int>(width), row.bench_case.policy.text().c_str());
   if (!r.accuracy.passed()) {
-    std::printf("WRONG, not timed: y differs by %.2g (%.2g allowed), the state by %.2g (%.2g)\n", r.accuracy.y,
-                r.accuracy.y_bound, r.accuracy.state, r.accuracy.state_bound);
+    const cuda::Accuracy& a = r.accuracy;
+    std::printf("WRONG, not timed: y differs by %.2g (%.2g allowed), rounded %.2g (%.2g), the state by %.2g (%.2g)\n",
+                a.y, a.y_bound, a.y_typed, a.y_typed_bound, a.state, a.state_bound);
     return;
   }
   const double rate = row.step_bytes / r.step.median;
@@ -200,6 +201,8 @@ Json report(const std::vector<Row>& rows, const cuda::Ceilings& ceilings, double
                    {{"passed", r.accuracy.passed()},
                     {"y_rel_l2", r.accuracy.y},
                     {"y_allowed", r.accuracy.y_bound},
+                    {"y_typed_rel_l2", r.accuracy.y_typed},
+                    {"y_typed_allowed", r.accuracy.y_typed_bound},
                     {"state_rel_l2", r.accuracy.state},
                     {"state_allowed", r.accuracy.state_bound}}}};
     if (r.accuracy.passed()) {
