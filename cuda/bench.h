@@ -57,6 +57,9 @@ struct BenchResult {
   std::int64_t tokens = 0;  ///< steps of each layer in one replay
 };
 
+/// Throws Error for a case whose policy the kernels do not know. Needs no device.
+void check_case(const BenchCase& bench_case);
+
 /// Checks the kernels on the very buffers that are then timed, and times them if they are right.
 ///
 /// Starts from zero states and runs at least 4 L tokens (row r joins so that it ends with r mod L records); outputs and
@@ -70,7 +73,7 @@ struct BenchResult {
 /// level cache. The time is that of a replay over tokens times layers, nothing subtracted. So for the step on which
 /// every row flushes, but there the cursors stand still.
 ///
-/// Throws Error, naming what cannot be served, for a case that decode() refuses, for one that does not fit into the
+/// Throws Error, naming what cannot be served, for a case that check_case() or decode() refuses, for one that does not fit into the
 /// memory of the device, and where CUDA reports an error.
 BenchResult bench(const BenchCase& bench_case);
 

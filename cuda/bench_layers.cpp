@@ -36,20 +36,6 @@ Scalar ring_type(const Policy& policy, const char* field) {
   return find(kScalars, policy.as_replay().ring.of(field), policy, (std::string("ring.") + field).c_str());
 }
 
-void check_policy(const BenchCase& c) {
-  const Replay replay = c.policy.as_replay();
-  const auto refuse = [&](const auto&... why) { fail("policy '", c.policy.text(), "': ", why...); };
-  if (c.policy.order == Order::sequential) refuse("the kernels know order=closed only");
-  if (replay.length == 1) {
-    if (replay.read) refuse("a split state needs L of at least 2");
-    return;
-  }
-  for (const char* gate : {"dt", "g", "beta"}) {
-    const Format format = replay.ring.of(gate);
-    if (!format.exact() && format != parse_format("fp32")) refuse("the kernels keep ring.", gate, " in fp32");
-  }
-}
-
 Format format_of(Scalar type) { return parse_format(kScalars[static_cast<std::size_t>(type)].first); }
 
 /// `n` numbers on the device as doubles.
@@ -69,6 +55,26 @@ std::vector<double> widen(const Format& format, const void* codes, const float* 
 
 }  // namespace
 
+void check_case(const BenchCase& c) {
+  const Replay replay = c.policy.as_replay();
+  const bool delta = is_delta_rule(c.shape.recurrence);
+  const auto refuse = [&](const auto&... why) { fail("policy '", c.policy.text(), "': ", why...); };
+  if (c.rows < 1) fail("batch ", c.rows, ": expected at least 1");
+  if (c.policy.order == Order::sequential) refuse("the kernels know order=closed only");
+  find(kStorages, replay.anchor, c.policy, "states");
+  if (replay.read) find(kStorages, *replay.read, c.policy, "states");
+  if (replay.length == 1) {
+    if (replay.read) refuse("a split state needs L of at least 2");
+    return;
+  }
+  const std::vector<const char*> fields = delta ? std::vector{"v", "k", "u"} : std::vector{"x", "B"};
+  for (const char* field : fields) ring_type(c.policy, field);
+  for (const char* gate : {"dt", "g", "beta"}) {
+    const Format format = replay.ring.of(gate);
+    if (!format.exact() && format != parse_format("fp32")) refuse("the kernels keep ring.", gate, " in fp32");
+  }
+}
+
 Layers::Part Layers::take(std::int64_t elements, std::int64_t bytes) {
   if (elements == 0) return {};
   constexpr std::int64_t alignment = 256;
@@ -86,7 +92,7 @@ Layers::Pool Layers::pool(const Format& format) {
 }
 
 Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(stream) {
-  check_policy(c);
+  check_case(c);
   const RecurrenceShape& s = c.shape;
   const Replay replay = c.policy.as_replay();
   const bool delta = is_delta_rule(s.recurrence);

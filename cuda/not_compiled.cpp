@@ -26,6 +26,7 @@ void decode_rows(Storage, const void*, const float*, std::int64_t, std::int64_t,
   refuse("decode_rows");
 }
 Ceilings measure_ceilings() { refuse("measure_ceilings"); }
+void check_case(const BenchCase&) { refuse("bench"); }
 BenchResult bench(const BenchCase&) { refuse("bench"); }
 bool available() { return false; }
 

@@ -228,6 +228,7 @@ Json report(const std::vector<Row>& rows, const cuda::Ceilings& ceilings, double
 
 int run(const Options& options) {
   const std::vector<cuda::BenchCase> cases = cases_of(options);
+  for (const cuda::BenchCase& c : cases) cuda::check_case(c);
   check_writable(options.json);
   const auto start = std::chrono::steady_clock::now();
   const cuda::Ceilings ceilings = cuda::measure_ceilings();
