@@ -259,8 +259,7 @@ std::optional<std::pair<RangeEvents::Event, std::int64_t>> PolicyResult::first_n
   return first;
 }
 
-void check_policy(const Model& model, const Policy& policy, std::int64_t tokens) {
-  const auto& layers = model.layers();
+void check_policy_layers(std::span<const LayerInfo> layers, const Policy& policy) {
   const auto is_ssm = [&](std::int64_t i) {
     return i < std::ssize(layers) && layers[static_cast<std::size_t>(i)].recurrence.has_value();
   };
@@ -273,6 +272,11 @@ void check_policy(const Model& model, const Policy& policy, std::int64_t tokens)
            " and keeps no recurrent state");
     }
   }
+}
+
+void check_policy(const Model& model, const Policy& policy, std::int64_t tokens) {
+  const auto& layers = model.layers();
+  check_policy_layers(layers, policy);
   if (const auto* replay = std::get_if<Replay>(&policy.schedule)) {
     for (const auto& [field, format] : replay->ring.fields) {
       const bool used = std::any_of(layers.begin(), layers.end(), [&, &name = field](const LayerInfo& layer) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -78,6 +79,9 @@ struct PolicyResult {
 /// rounded format and would read nothing rounded back in so few tokens.
 std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const Tokens& tokens,
                                     const std::vector<Policy>& policies, const StudyOptions& options);
+
+/// Throws Error, naming the policy and the layer, where it names one that is not there or keeps no recurrent state.
+void check_policy_layers(std::span<const LayerInfo> layers, const Policy& policy);
 
 /// Throws Error, naming the policy, if it cannot be studied on this model and number of tokens.
 void check_policy(const Model& model, const Policy& policy, std::int64_t tokens);

@@ -3,6 +3,7 @@
 // Decode kernels: one token of many sequences through one layer's recurrence, on the GPU. Plain data and two functions;
 // no CUDA header is needed to call them.
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -69,6 +70,9 @@ struct Step {
   StatePool state;  ///< the checkpoint, or the anchor of a split state
   StatePool read;   ///< the read copy of a split state; codes null where the state is shared
   Ring ring;
+  /// Device memory of at least workspace_bytes(step) that nothing else uses until the step is done, aligned to 16
+  /// bytes; its contents before and after mean nothing. Null: the generic kernel runs.
+  void* workspace = nullptr;
   Scalar y_type = Scalar::bf16;
   void* y = nullptr;  ///< [rows, heads head_dim], written
   std::int64_t y_stride = 0;
@@ -116,13 +120,18 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 /// the same in every run, and those of a row do not depend on the other rows. No synchronisation, no allocation: the
 /// call can be captured in a CUDA graph.
 ///
-/// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, storage of an anchor fp32, all data aligned
-/// to 16 bytes. Any head_dim and state_dim up to 256 otherwise, slower.
+/// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64 (KDA: 16), a split state's
+/// anchor in fp32, the delta rule in a closed loop where the state is split and in an open one where it is shared, all
+/// data aligned to 16 bytes, and a workspace. Anything else up to head_dim and state_dim 256 runs in the generic one.
 ///
 /// Throws Error, naming the field, for a shape, type, pointer or combination that cannot be served, and if the launch
 /// fails.
 void decode(const Mamba2Step& step, CUstream_st* stream, Kernel kernel = Kernel::automatic);
 void decode(const DeltaStep& step, CUstream_st* stream, Kernel kernel = Kernel::automatic);
+
+/// Bytes of workspace that the fast kernels need for a step of this shape, length and number of rows.
+std::size_t workspace_bytes(const Mamba2Step& step);
+std::size_t workspace_bytes(const DeltaStep& step);
 
 /// held <- held + 1, or 0 where it was length - 1; rows whose slot is negative stay. Once a token, after all layers.
 void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,

@@ -1,6 +1,6 @@
 #pragma once
 
-// How a fast decode kernel cuts its work and lays out shared memory.
+// How the fast kernels cut a step into blocks, and how they lay out their workspace and shared memory.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,32 +9,60 @@
 
 namespace replayssm::cuda {
 
-/// Offsets are bytes from the start of a block's shared memory.
-struct Geometry {
-  int tile = 0;        ///< state rows (head, p) of a block
-  int tiles = 0;       ///< blocks a sequence
-  int piece = 0;       ///< rows of the checkpoint or anchor that a flush takes at once
-  int heads = 0;       ///< heads in a tile, at least 1
-  int head_rows = 0;   ///< rows of a head in a tile
-  int scale = 0, ring = 0, w = 0, gates = 0, keys = 0, updates = 0, products = 0, raw_x = 0, raw_c = 0, raw_k = 0;
-  int vectors = 0, total_decay = 0, log_decay = 0, gain = 0, coefficient = 0, gram = 0, weight = 0, barrier = 0;
-  int shared_bytes = 0;  ///< 0: no layout fits
-};
-
 /// What the layout depends on besides the step.
 struct Footprint {
   int read_bytes, anchor_bytes;  ///< of a stored element
   bool scaled;                   ///< the read copy or checkpoint has a scale a row
   bool delta, column_decay, split;
-  int vectors;                   ///< that outputs multiply the state with
   int ring_bytes;                ///< of an element of the staged ring field, the larger of v and u where both may be
-  int w_bytes, x_bytes, c_bytes;
-  int batch;  ///< rows that a warp reads at once
+  int x_bytes;
+  bool matrices;                 ///< flushes use matrix products: one decay a head, a bf16 ring, no u to solve for
+  int batch;                     ///< rows that a warp reads at once
 };
 
-inline Geometry lay_out(const Step& step, const Footprint& f, int tile) {
+/// Products of a step that prepare_kernel() leaves for decode_kernel() in the workspace, in floats.
+///
+/// gates [rows, heads, gate_stride]: e^G, dt or beta, D (0 in the delta rule), one unused; e^{g_{j+1} + ... + g_h} of record j (times dt_j in
+/// Mamba-2); and, for each vector that outputs multiply the state with, that times w_j . vector. Each list has `slots`
+/// places, the last in use being the token at hand.
+/// vectors [rows, groups (KDA: heads), vectors, state_dim]: those vectors (see prepare.cuh).
+/// products [rows, heads, length (length + 2)], split delta rule, flushing rows only: what feeds the records' u into
+/// each other, [length, length]; e^{g_0 + ... + g_i}; beta_i.
+struct Workspace {
+  int slots = 0, gate_stride = 0, vectors = 0;
+  std::int64_t vector_offset = 0, product_offset = 0, floats = 0;
+};
+
+/// Vectors that outputs multiply the state with: c, and for the delta rule w, and w as the ring will hold it.
+constexpr int output_vectors(bool delta, bool split) { return !delta ? 1 : split ? 3 : 2; }
+
+inline Workspace lay_out_workspace(const Step& step, bool delta, bool split) {
+  const bool columns = has_column_decay(step.shape.recurrence);
+  Workspace w;
+  w.slots = static_cast<int>((step.length + 3) / 4 * 4);
+  const int outputs = output_vectors(delta, split);
+  w.gate_stride = 4 + (1 + outputs) * w.slots;
+  w.vectors = columns ? outputs + 3 : delta ? outputs : 2;
+  w.vector_offset = step.rows * step.shape.heads * w.gate_stride;
+  w.product_offset =
+      w.vector_offset + step.rows * (columns ? step.shape.heads : step.shape.groups) * w.vectors * step.shape.state_dim;
+  w.floats = w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
+  return w;
+}
+
+/// A block's share of a step and its shared memory; offsets are bytes.
+struct Geometry {
+  int tile = 0;       ///< state rows (head, p) of a block: part of a head, or several heads of a group
+  int tiles = 0;      ///< blocks a sequence
+  int piece = 0;      ///< rows of the checkpoint or anchor that a flush takes at once
+  int heads = 0;      ///< heads in a tile, at least 1
+  int head_rows = 0;  ///< rows of a head in a tile
+  int scale = 0, ring = 0, gates = 0, vectors = 0, x = 0, w = 0, keys = 0, products = 0, barrier = 0;
+  int shared_bytes = 0;  ///< 0: no layout fits
+};
+
+inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w, int tile) {
   const int N = static_cast<int>(step.shape.state_dim), P = static_cast<int>(step.shape.head_dim);
-  const int L = static_cast<int>(step.length), records = L - 1;
   Geometry g;
   g.tile = tile;
   g.heads = std::max(1, tile / P);
@@ -55,47 +83,39 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile) {
     return offset;
   };
   g.scale = take(f.scaled ? tile * 4 : 0);
-  g.ring = take(tile * records * f.ring_bytes);
-  g.w = take(L * (N + 4) * 4);
-  g.gates = take(f.column_decay ? L * N * 4 : 0);
-  g.keys = take(f.column_decay && f.split ? L * (N + 4) * 4 : 0);
-  g.updates = take(f.delta ? (f.split ? L * g.piece : tile) * 4 : 0);
-  g.products = take(f.delta && f.split ? (L * L + L) * 4 : 0);
-  g.raw_x = take(tile * f.x_bytes);
-  g.raw_c = take(N * f.c_bytes);
-  g.raw_k = take(N * f.c_bytes);
-  g.vectors = take(3 * N * 4);
-  g.total_decay = take(f.column_decay ? N * 4 : g.heads * 4);
-  g.log_decay = take(g.heads * L * 4);
-  g.gain = take(g.heads * L * 4);
-  g.coefficient = take(g.heads * L * 4);
-  g.gram = take(f.vectors * L * 4);
-  g.weight = take(g.heads * f.vectors * L * 4);
+  g.ring = take(tile * static_cast<int>(step.length - 1) * f.ring_bytes);
+  g.gates = take(g.heads * w.gate_stride * 4);
+  g.vectors = take(w.vectors * N * 4);
+  g.x = take(tile * f.x_bytes);
+  const auto records = static_cast<int>(step.length - 1);
+  g.w = take(f.matrices ? (records + 15) / 16 * 16 * N * 2 : (records + 1) * N * 4);
+  g.keys = take(f.delta && f.split && f.column_decay ? (records + 1) * N * 4 : 0);
+  g.products = take(f.delta && f.split ? static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
   g.barrier = take(8);
   g.shared_bytes = at;
   return g;
 }
 
-/// The tile of the largest buffer up to 40 KiB, about 32 KiB; smaller ones where the card would not be full.
-/// shared_limit: bytes of shared memory that a block may have.
-inline Geometry plan(const Step& step, const Footprint& f, int multiprocessors, int shared_limit) {
+/// The tile that keeps most bytes in flight on a multiprocessor, up to 40 KiB of state a block.
+/// shared_limit: bytes of shared memory of a multiprocessor; blocks: those that its registers have room for.
+inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int multiprocessors,
+                     int shared_limit, int blocks) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
   Geometry best;
   double best_score = 0;
-  // A smaller tile beside a larger one that would leave room for fewer than four blocks on a multiprocessor.
-  for (int tile = f.batch; tile <= group_rows && tile * row_bytes <= 40 * 1024; tile += f.batch) {
+  for (int tile = 16; tile <= group_rows && (tile == 16 || tile * row_bytes <= 40 * 1024); tile += 16) {
     const bool part = P % tile == 0, whole = tile % P == 0 && group_rows % tile == 0 && !f.column_decay;
     if (!part && !whole) continue;
-    const Geometry g = lay_out(step, f, tile);
-    if (g.shared_bytes > shared_limit) continue;
-    // Bytes in flight, discounted where four warps cannot share the rows evenly or blocks are too few for the card.
-    const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + 3) / 4;
-    double score = static_cast<double>(tile) * batches / (4 * rounds);
-    const std::int64_t blocks = all_rows / tile, wanted = 2LL * multiprocessors;
-    if (g.shared_bytes > shared_limit / 4) score *= static_cast<double>(shared_limit / g.shared_bytes) / 4;
-    if (blocks < wanted) score *= static_cast<double>(blocks) / static_cast<double>(wanted);
+    const Geometry g = lay_out(step, f, w, tile);
+    const int resident = std::min(blocks, shared_limit / (g.shared_bytes + 1024));  // 1 KiB a block is the system's
+    if (resident < 1) continue;
+    // Warps that cannot share the rows evenly wait for each other; blocks that are too few leave the card idle.
+    const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + warps - 1) / warps;
+    double score = static_cast<double>(tile) * resident * batches / (warps * rounds);
+    const double full = static_cast<double>(all_rows) / tile / (2.0 * multiprocessors);
+    if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;
   }
   return best;

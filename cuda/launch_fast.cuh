@@ -45,7 +45,7 @@ inline bool aligned(const StatePool& p) {
 inline bool is_split(const Step& step) { return step.read.codes != nullptr; }
 
 template <class StepType>
-Geometry plan_for(const StepType& step) {
+Arguments<StepType> arrange(const StepType& step) {
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
   const bool split = is_split(step);
   Footprint f{};
@@ -56,21 +56,19 @@ Geometry plan_for(const StepType& step) {
   f.delta = delta;
   f.column_decay = has_column_decay(step.shape.recurrence);
   f.split = split;
-  f.vectors = !delta ? 1 : split ? 3 : 2;
   f.ring_bytes = bytes(step.ring.v.type);
-  f.w_bytes = bytes(step.ring.w.type);
-  f.batch = f.read_bytes == 4 || step.shape.state_dim == 256 ? 16 : 32;
+  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 ? 16 : 32;
+  f.matrices = !f.column_decay && !(delta && split) && step.ring.w.type == Scalar::bf16;
   if constexpr (delta) {
     f.ring_bytes = split ? std::max(bytes(step.ring.u.type), bytes(step.ring.v.type)) : bytes(step.ring.u.type);
     f.x_bytes = bytes(step.v.type);
-    f.c_bytes = std::max(bytes(step.q.type), bytes(step.k.type));
   } else {
     f.x_bytes = bytes(step.x.type);
-    f.c_bytes = std::max(bytes(step.B.type), bytes(step.C.type));
   }
   const Device device = current_device();
-  // A block's share is a quarter of the multiprocessor's shared memory, of which 1 KiB a block is the system's.
-  return plan(step, f, device.multiprocessors, device.shared_limit - 4096);
+  Arguments<StepType> arguments{step, lay_out_workspace(step, delta, split), {}};
+  arguments.geometry = plan(step, f, arguments.workspace, kWarps, device.multiprocessors, device.shared_limit, kResident);
+  return arguments;
 }
 
 template <class StepType>
@@ -78,8 +76,9 @@ bool serves(const StepType& step) {
   const std::int64_t N = step.shape.state_dim;
   if (N != 64 && N != 96 && N != 128 && N != 256) return false;
   if (step.shape.head_dim % 16 != 0) return false;
-  if (!aligned(step.state)) return false;
+  if (step.workspace == nullptr || !aligned(step.workspace) || !aligned(step.state)) return false;
   const bool split = is_split(step);
+  if (step.length > (split ? 32 : 64)) return false;
   if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
   const bool ring = step.length > 1;
   if (ring && !aligned(step.ring.w)) return false;
@@ -93,24 +92,40 @@ bool serves(const StepType& step) {
     if (ring && !aligned(step.ring.v)) return false;
     if (!aligned(step.x) || !aligned(step.B) || !aligned(step.C)) return false;
   }
-  return plan_for(step).shared_bytes > 0;
+  return arrange(step).geometry.shared_bytes > 0;
+}
+
+/// A kernel may use this much dynamic shared memory; false if the device has less.
+template <class Kernel>
+bool allow_shared(Kernel kernel, int bytes) {
+  return bytes <= 48 * 1024 ||
+         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
 }
 
 template <Recurrence recurrence, int N, Storage Read, Storage Anchor, bool Split, class StepType>
 void launch_one(const StepType& step, cudaStream_t stream) {
-  const auto kernel = decode_kernel<recurrence, N, Read, Anchor, Split>;
-  const Arguments<StepType> arguments{step, plan_for(step)};
-  static std::array<std::atomic<int>, 64> granted;  // bytes of shared memory that this instance may have, by device
-  const auto device = static_cast<std::size_t>(current_device().index);
-  if (granted[device] < arguments.geometry.shared_bytes) {
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arguments.geometry.shared_bytes) !=
-        cudaSuccess) {
-      return;
-    }
-    granted[device] = arguments.geometry.shared_bytes;
+  const Arguments<StepType> arguments = arrange(step);
+  const auto prepare = prepare_kernel<recurrence, N, Split>;
+  const std::size_t prepare_shared = prepare_shared_bytes<recurrence, N, Split>(step, arguments.workspace.slots);
+  const auto decode = decode_kernel<recurrence, N, Read, Anchor, Split>;
+  if (!allow_shared(prepare, static_cast<int>(prepare_shared)) || !allow_shared(decode, arguments.geometry.shared_bytes)) {
+    return;
   }
-  const auto blocks = static_cast<unsigned>(step.rows * arguments.geometry.tiles);
-  kernel<<<blocks, kThreads, static_cast<std::size_t>(arguments.geometry.shared_bytes), stream>>>(arguments);
+  const std::int64_t units = has_column_decay(recurrence) ? step.shape.heads : step.shape.groups;
+  prepare<<<static_cast<unsigned>(step.rows * units), kPrepareThreads, prepare_shared, stream>>>(arguments);
+
+  // The states are on their way while the first kernel runs.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(static_cast<unsigned>(step.rows * arguments.geometry.tiles));
+  launch.blockDim = dim3(kThreads);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(arguments.geometry.shared_bytes);
+  launch.stream = stream;
+  launch.attrs = &overlap;
+  launch.numAttrs = 1;
+  cudaLaunchKernelEx(&launch, decode, arguments);
 }
 
 template <Recurrence recurrence, int N, class StepType>

@@ -116,7 +116,7 @@ __device__ inline void decode_words(const Words<Bytes>& r, float* out) {
 /// q = fma(r, e, q0) with q0 = x r, e = fma(-q0, d, x) and r the rounded reciprocal is the rounded quotient where no
 /// step leaves the normal range (Markstein 1990, theorem 5; Muller et al., Handbook of Floating-Point Arithmetic, 4.7).
 /// With 2^-80 <= d <= 2^80 that holds for quotients from 2^-20 up; below, both q and the true quotient are under any
-/// half step of the codes it is rounded to.
+/// half step of the codes it is rounded to. x = Inf gives NaN.
 struct Divider {
   float d, r;
   bool quick;
@@ -125,12 +125,13 @@ struct Divider {
     r = __frcp_rn(divisor);
     quick = divisor >= 0x1p-80f && divisor <= 0x1p80f;
   }
-  __device__ float operator()(float x) const {
-    if (!quick) return __fdiv_rn(x, d);
+  __device__ float quick_quotient(float x) const {
     const float q = __fmul_rn(x, r);
     return copysignf(__fmaf_rn(__fmaf_rn(-q, d, x), r, q), x);  // -0 / d would become +0
   }
 };
+/// The same where the divisor is out of that range; apart, so that it does not fill the instruction cache.
+__device__ __noinline__ inline float careful_quotient(float x, float d) { return __fdiv_rn(x, d); }
 
 template <Storage S>
 __host__ __device__ constexpr float max_code() {
@@ -140,7 +141,8 @@ __host__ __device__ constexpr float max_code() {
 /// The scale of a row whose largest magnitude is `largest`, which is NaN or Inf where an element is.
 template <Storage S>
 __device__ inline float row_scale(float largest) {
-  const float scale = __fdiv_rn(largest, max_code<S>());
+  const Divider by_max(max_code<S>());
+  const float scale = largest >= 0x1p-80f ? by_max.quick_quotient(largest) : careful_quotient(largest, max_code<S>());
   if (!(scale <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
   return scale == 0 ? 1.0f : scale;
 }
@@ -152,40 +154,59 @@ __device__ inline float larger(float a, float b) {
   return r;
 }
 
+/// A code of 16 bits; keeps the sign and payload of a NaN, which the instructions do not.
 template <Storage S>
-__device__ inline std::uint32_t code_16(float x) {
+__device__ __noinline__ std::uint32_t careful_code(float x) {
   constexpr Element element = kElements[S == Storage::fp16 ? 2 : 3];
-  if (x != x) return encode(element, x);  // keeps sign and payload, which the instructions do not
-  if constexpr (S == Storage::fp16) {
-    return __half_as_ushort(__float2half_rn(x));
-  } else {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-  }
+  return encode(element, x);
 }
 
-/// Codes of `Bytes` bytes; for scaled storages of x / scale, 0 where the scale is NaN.
-template <Storage S, int Bytes>
-__device__ inline Words<Bytes> encode_words(const float* x, const Divider& scale) {
-  Words<Bytes> r;
+/// Codes of 4 numbers in bytes(S) words of 8 bits each; for scaled storages of x / scale, 0 where the scale is NaN.
+template <Storage S>
+__device__ inline Words<4 * bytes(S)> encode_four(const float* x, const Divider& scale) {
+  Words<4 * bytes(S)> r;
+  if constexpr (S == Storage::fp32) {
 #pragma unroll
-  for (int i = 0; i < Bytes / 4; ++i) {
-    if constexpr (S == Storage::fp32) {
-      r.w[i] = __float_as_uint(x[i]);
-    } else if constexpr (bytes(S) == 2) {
-      r.w[i] = code_16<S>(x[2 * i]) | code_16<S>(x[2 * i + 1]) << 16;
-    } else if constexpr (S == Storage::e4m3_row) {
-      const float q0 = scale(x[4 * i]), q1 = scale(x[4 * i + 1]), q2 = scale(x[4 * i + 2]), q3 = scale(x[4 * i + 3]);
-      const std::uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(q0, q1), __NV_SATFINITE, __NV_E4M3);
-      const std::uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(q2, q3), __NV_SATFINITE, __NV_E4M3);
-      r.w[i] = scale.d != scale.d ? 0 : low | high << 16;
+    for (int i = 0; i < 4; ++i) r.w[i] = __float_as_uint(x[i]);
+  } else if constexpr (S == Storage::fp16 || S == Storage::bf16) {
+    // 0 x is NaN for infinities too, which is no harm: the careful way is right for every number.
+    const float odd = fmaf(0.0f, x[0], fmaf(0.0f, x[1], fmaf(0.0f, x[2], 0.0f * x[3])));
+    if (odd != odd) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) r.w[i] = careful_code<S>(x[2 * i]) | careful_code<S>(x[2 * i + 1]) << 16;
     } else {
-      std::uint32_t w = 0;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        w |= (static_cast<std::uint32_t>(__float2int_rn(scale(x[4 * i + k]))) & 0xFFu) << (8 * k);
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (S == Storage::fp16) {
+          const __half2 h = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+          r.w[i] = *reinterpret_cast<const std::uint32_t*>(&h);
+        } else {
+          const __nv_bfloat162 h = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+          r.w[i] = *reinterpret_cast<const std::uint32_t*>(&h);
+        }
       }
-      r.w[i] = scale.d != scale.d ? 0 : w;
     }
+  } else {
+    float q[4];
+    if (scale.quick) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[i] = scale.quick_quotient(x[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[i] = careful_quotient(x[i], scale.d);
+    }
+    if constexpr (S == Storage::e4m3_row) {
+      const std::uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(q[0], q[1]), __NV_SATFINITE, __NV_E4M3);
+      const std::uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(q[2], q[3]), __NV_SATFINITE, __NV_E4M3);
+      r.w[0] = low | high << 16;
+    } else {
+      // 2^23 + 2^22 + q has q, rounded to nearest even, in its low byte.
+      std::uint32_t u[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) u[i] = __float_as_uint(q[i] + 12582912.0f);
+      r.w[0] = __byte_perm(__byte_perm(u[0], u[1], 0x0040), __byte_perm(u[2], u[3], 0x0040), 0x5410);
+    }
+    if (scale.d != scale.d) r.w[0] = 0;
   }
   return r;
 }

@@ -38,5 +38,6 @@ Command add_inspect(CLI::App& app);
 Command add_formats(CLI::App& app);
 Command add_oracle(CLI::App& app);
 Command add_bench(CLI::App& app);
+Command add_traffic(CLI::App& app);
 
 }  // namespace replayssm::cli

@@ -1,0 +1,454 @@
+#pragma once
+
+// The first of the two fast kernels: what the heads of a group share, worked out once. It normalises q and k, forms the
+// decays and the products of the token's vectors with the records' w, appends the token's w and gates to the ring, and
+// leaves the rest in the workspace. decode_kernel() reads states meanwhile.
+
+#include "cuda/geometry.h"
+#include "cuda/lanes.cuh"
+
+namespace replayssm::cuda {
+
+inline constexpr int kPrepareThreads = 64;
+
+/// log(1 + e^z), as in core/real.h.
+__device__ inline float softplus(float z) { return z > 0 ? z + log1pf(expf(-z)) : log1pf(expf(z)); }
+__device__ inline float sigmoid(float z) {
+  if (z >= 0) return 1.0f / (1.0f + expf(-z));
+  const float e = expf(z);
+  return e / (1.0f + e);
+}
+
+/// Elements i .. i + Count, i a multiple of Count.
+template <int Count>
+__device__ inline void load_run(Scalar type, const void* data, std::int64_t i, float (&out)[Count]) {
+  const auto* p = static_cast<const std::byte*>(data) + i * bytes(type);
+  if constexpr (Count % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < Count; k += 4) {
+      if (type == Scalar::fp32) {
+        const float4 f = *reinterpret_cast<const float4*>(p + k * 4);
+        out[k] = f.x, out[k + 1] = f.y, out[k + 2] = f.z, out[k + 3] = f.w;
+      } else {
+        const Words<8> w = load_words<8>(p + k * 2);
+        if (type == Scalar::bf16) {
+          decode_words<Storage::bf16, 8>(w, out + k);
+        } else {
+          decode_words<Storage::fp16, 8>(w, out + k);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) out[k] = load(type, p, k);
+  }
+}
+
+template <class StepType>
+struct Arguments {
+  StepType step;
+  Workspace workspace;
+  Geometry geometry;
+};
+
+/// Where a step keeps things, for both kernels.
+template <class StepType>
+struct Places {
+  const StepType& step;
+  const Workspace& layout;
+  std::int64_t row, slot;
+
+  __device__ std::byte* records(const RingField& field, std::int64_t index, int width) const {
+    return static_cast<std::byte*>(field.data) +
+           (slot * field.slot_stride + index * step.ring.capacity * width) * bytes(field.type);
+  }
+  __device__ float* gates(int head) const {
+    return static_cast<float*>(step.workspace) + (row * step.shape.heads + head) * layout.gate_stride;
+  }
+  /// index: group, or head where every head has its own vectors.
+  __device__ float* vectors(int index, int of) const {
+    return static_cast<float*>(step.workspace) + layout.vector_offset +
+           (row * of + index) * layout.vectors * step.shape.state_dim;
+  }
+  __device__ float* products(int head) const {
+    return static_cast<float*>(step.workspace) + layout.product_offset +
+           (row * step.shape.heads + head) * step.length * (step.length + 2);
+  }
+};
+
+/// Rows padded or not: the slot and the number of records, -1 for padding.
+__device__ inline int held_of(const Step& step, std::int64_t row, int slot) {
+  if (slot < 0 || slot >= step.slots) return -1;
+  const auto last = static_cast<int>(step.length) - 1;
+  return step.held ? min(max(step.held[row], 0), last) : 0;
+}
+
+/// A block for each group (KDA: head) of each row.
+///
+/// Vectors left behind: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold it, all
+/// normalised. KDA the same times e^G, then q, e^G and k as they are.
+template <Recurrence recurrence, int N, bool Split>
+class Prepare {
+ public:
+  static constexpr bool kDelta = is_delta_rule(recurrence), kColumns = has_column_decay(recurrence);
+  using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
+  static constexpr int kVectors = output_vectors(kDelta, Split), kEach = N / 32;
+  static constexpr int kWarps = kPrepareThreads / 32;
+
+  __device__ Prepare(const Arguments<StepType>& arguments, std::byte* shared)
+      : step_(arguments.step),
+        at_{arguments.step, arguments.workspace, 0, 0},
+        shared_(shared),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+  __device__ void run() {
+    let_dependents_start();
+    const auto units = static_cast<unsigned>(kColumns ? step_.shape.heads : step_.shape.groups);
+    unit_ = static_cast<int>(blockIdx.x % units);
+    at_.row = blockIdx.x / units;
+    const int slot = step_.slot[at_.row];
+    held_ = held_of(step_, at_.row, slot);
+    if (held_ < 0) return;
+    at_.slot = slot;
+    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
+    group_ = kColumns ? unit_ / in_group : unit_;
+    flush_ = held_ == step_.length - 1;
+    ring_w_ = at_.records(step_.ring.w, group_, N);
+    current_vectors();
+    if constexpr (kColumns) {
+      columns();
+    } else {
+      scalars(in_group);
+    }
+  }
+
+ private:
+  static constexpr int kGram = 0;  // of shared memory, in floats: [vectors, slots], then what products() needs
+
+  __device__ int slots() const { return at_.layout.slots; }
+  __device__ float* shared() const { return reinterpret_cast<float*>(shared_); }
+
+  /// c and w in fp32, normalised in the delta rule, a run of N / 32 elements a lane; appends w.
+  __device__ void current_vectors() {
+    const Activations* from[2];
+    if constexpr (kDelta) {
+      from[0] = &step_.q, from[1] = &step_.k;
+    } else {
+      from[0] = &step_.C, from[1] = &step_.B;
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      load_run(from[m]->type, from[m]->data, at_.row * from[m]->stride + group_ * N + lane_ * kEach, vector_[m]);
+    }
+    if constexpr (kDelta) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sum = fmaf(vector_[m][i], vector_[m][i], sum);
+        const float norm = sqrtf(lane_sum<32>(sum) + 1e-6f), factor = m == 0 ? __frsqrt_rn(static_cast<float>(N)) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) vector_[m][i] = __fdiv_rn(vector_[m][i], norm) * factor;
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) vector_[2][i] = round_to(step_.ring.w.type, vector_[1][i]);
+    }
+    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
+    if (warp_ == 1 && !flush_ && (!kColumns || unit_ % in_group == 0)) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) store(step_.ring.w.type, ring_w_, held_ * N + lane_ * kEach + i, vector_[1][i]);
+    }
+    if constexpr (!kColumns) {
+      float* out = at_.vectors(group_, static_cast<int>(step_.shape.groups));
+#pragma unroll
+      for (int m = 0; m < (kDelta ? kVectors : 2); ++m) {
+        if (m % kWarps != warp_) continue;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) out[m * N + lane_ * kEach + i] = vector_[m][i];
+      }
+    }
+  }
+
+  // ---- one decay a head ---------------------------------------------------------------------------------------------
+
+  __device__ void scalars(int in_group) {
+    constexpr int kAtOnce = 8;
+    float* gram = shared();
+    for (int base = warp_ * kAtOnce; base <= held_; base += kWarps * kAtOnce) {
+      float sum[kVectors][kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float w[kEach];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) w[e] = base + i == held_ ? vector_[1][e] : 0.0f;
+        if (base + i < held_) load_run(step_.ring.w.type, ring_w_, (base + i) * N + lane_ * kEach, w);
+#pragma unroll
+        for (int m = 0; m < kVectors; ++m) {
+          sum[m][i] = 0;
+#pragma unroll
+          for (int e = 0; e < kEach; ++e) sum[m][i] = fmaf(w[e], vector_[m][e], sum[m][i]);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kVectors; ++m) {
+        const float total = lane_sums<32>(sum[m], lane_);
+        const int j = base + lane_ / (32 / kAtOnce);
+        if (lane_ % (32 / kAtOnce) == 0 && j <= held_) gram[m * slots() + j] = total;
+      }
+    }
+    __syncthreads();
+    for (int h = warp_; h < in_group; h += kWarps) decays(group_ * in_group + h, h);
+    if constexpr (kDelta && Split) {
+      if (flush_) {
+        __syncthreads();
+        products(in_group);
+      }
+    }
+  }
+
+  /// Suffix sums, newest first, 32 records at a time; differences of prefix sums would cancel.
+  __device__ void decays(int head, int h) {
+    float* out = at_.gates(head);
+    const float rate = -expf(step_.A_log[head]);
+    const auto* gains = reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1));
+    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, 1));
+    float current_gain, current_log;
+    if constexpr (kDelta) {
+      current_gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
+      current_log = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head) + step_.dt_bias[head]);
+    } else {
+      current_gain = softplus(load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head) + step_.dt_bias[head]);
+      if (current_gain < step_.dt_min) current_gain = step_.dt_min;
+      if (current_gain > step_.dt_max) current_gain = step_.dt_max;
+      current_log = rate * current_gain;
+    }
+    float newer = 0;  // sum over the records that are newer than these 32
+    for (int base = held_; base >= 0; base -= 32) {
+      const int j = base - lane_;  // lane 0 is the newest
+      float gain = current_gain, own = current_log;
+      if (j < held_) {
+        own = 0;
+        if (j >= 0) {
+          if constexpr (kDelta) {
+            own = logs[j];
+          } else {
+            gain = gains[j];
+            own = rate * gain;
+          }
+        }
+      }
+      if constexpr (kDelta && Split) {
+        if (flush_ && j >= 0) shared()[product_gates() + h * slots() + j] = own;
+      }
+      float sum = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const float other = __shfl_up_sync(~0u, sum, d);
+        if (lane_ >= d) sum += other;
+      }
+      float before = __shfl_up_sync(~0u, sum, 1);
+      if (lane_ == 0) before = 0;
+      if (j >= 0) {
+        float a = expf(newer + before);
+        if constexpr (!kDelta) a *= gain;
+        out[4 + j] = a;
+#pragma unroll
+        for (int m = 0; m < kVectors; ++m) out[4 + (1 + m) * slots() + j] = a * shared()[m * slots() + j];
+      }
+      newer += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane_ == 0) {
+      out[0] = expf(newer);
+      out[1] = current_gain;
+      out[2] = skip(head);
+      if (!flush_) {
+        if constexpr (kDelta) reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, 1))[held_] = current_log;
+        if constexpr (!kDelta || Split) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = current_gain;
+      }
+    }
+  }
+
+  __device__ float skip(int head) const {
+    if constexpr (!kDelta) {
+      if (step_.D) return step_.D[head];
+    }
+    return 0;
+  }
+
+  static constexpr int kPitch = N + 4;  // of the keys in shared memory: rows four banks apart
+  __device__ int product_gates() const { return (kVectors + 1) * slots(); }
+  __device__ int product_keys(int in_group) const { return product_gates() + in_group * slots(); }
+
+  /// What feeds the records' u into each other: e^{g_{j+1} + ... + g_i} w_j . w_i for j < i; e^{g_0 + ... + g_i}; beta_i.
+  __device__ void products(int in_group) {
+    const auto L = static_cast<int>(step_.length);
+    float* keys = shared() + product_keys(in_group);
+    for (int j = warp_; j <= held_; j += kWarps) {
+      float w[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) w[e] = vector_[1][e];
+      if (j < held_) load_run(step_.ring.w.type, ring_w_, j * N + lane_ * kEach, w);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) keys[j * kPitch + lane_ * kEach + e] = w[e];
+    }
+    __syncthreads();
+    const int n = held_ + 1;
+    for (int t = static_cast<int>(threadIdx.x); t < n * n; t += kPrepareThreads) {
+      const int i = t / n, j = t % n;
+      if (j > i) continue;
+      float dot = 1;
+      if (j < i) {
+        dot = 0;
+        for (int e = 0; e < N; e += 4) {
+          const float4 a = *reinterpret_cast<const float4*>(keys + i * kPitch + e);
+          const float4 b = *reinterpret_cast<const float4*>(keys + j * kPitch + e);
+          dot = fmaf(a.x, b.x, dot), dot = fmaf(a.y, b.y, dot), dot = fmaf(a.z, b.z, dot), dot = fmaf(a.w, b.w, dot);
+        }
+      }
+      for (int h = 0; h < in_group; ++h) {
+        const int head = group_ * in_group + h;
+        const float* log_decay = shared() + product_gates() + h * slots();
+        float sum = 0;
+        for (int m = i; m > (j < i ? j : -1); --m) sum += log_decay[m];  // from the checkpoint for j = i
+        float* out = at_.products(head);
+        out[j < i ? i * L + j : L * L + i] = expf(sum) * dot;
+        if (j == i) {
+          out[L * L + L + i] =
+              i < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[i] : at_.gates(head)[1];
+        }
+      }
+    }
+  }
+
+  // ---- one decay a channel --------------------------------------------------------------------------------------------
+
+  /// One warp takes the records newest first, with the suffix sum of each of its channels; the other the products.
+  __device__ void columns() {
+    const int head = unit_, first = lane_ * kEach;
+    float* out = at_.gates(head);
+    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, N));
+    const float rate = -expf(step_.A_log[head]);
+    float log_decay[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const std::int64_t column = static_cast<std::int64_t>(head) * N + first + e;
+      log_decay[e] = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) + step_.dt_bias[column]);
+    }
+    const float gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
+    if (warp_ == 0) {
+      float sum[kEach] = {};
+      for (int j = held_; j >= 0; --j) {
+        float w[kEach], g[kEach];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) w[e] = vector_[1][e], g[e] = log_decay[e];
+        if (j < held_) {
+          load_run(step_.ring.w.type, ring_w_, j * N + first, w);
+          load_run(Scalar::fp32, logs, j * N + first, g);
+        }
+        float dot[kVectors] = {};
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const float decayed = expf(sum[e]) * w[e];
+          sum[e] += g[e];
+#pragma unroll
+          for (int m = 0; m < kVectors; ++m) dot[m] = fmaf(decayed, vector_[m][e], dot[m]);
+        }
+#pragma unroll
+        for (int m = 0; m < kVectors; ++m) {
+          dot[m] = lane_sum<32>(dot[m]);
+          if (lane_ == 0) out[4 + (1 + m) * slots() + j] = dot[m];
+        }
+        if (lane_ == 0) out[4 + j] = 1.0f;
+      }
+      float* vectors = at_.vectors(head, static_cast<int>(step_.shape.heads));
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const float total = expf(sum[e]);
+#pragma unroll
+        for (int m = 0; m < kVectors; ++m) vectors[m * N + first + e] = total * vector_[m][e];
+        vectors[kVectors * N + first + e] = vector_[0][e];
+        vectors[(kVectors + 1) * N + first + e] = total;
+        vectors[(kVectors + 2) * N + first + e] = vector_[1][e];
+      }
+      if (lane_ == 0) {
+        out[0] = 1.0f;
+        out[1] = gain;
+        out[2] = 0;
+      }
+      return;
+    }
+    if (!flush_) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, N))[held_ * N + first + e] = log_decay[e];
+      }
+      if (Split && lane_ == 0) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = gain;
+    } else if constexpr (Split) {
+      column_products(head, log_decay, gain);
+    }
+  }
+
+  __device__ void column_products(int head, const float (&current)[kEach], float gain) {
+    const auto L = static_cast<int>(step_.length);
+    const int first = lane_ * kEach;
+    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, N));
+    float* out = at_.products(head);
+    for (int i = 0; i <= held_; ++i) {
+      float sum[kEach], key[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) sum[e] = current[e], key[e] = vector_[1][e];
+      if (i < held_) {
+        load_run(Scalar::fp32, logs, i * N + first, sum);
+        load_run(step_.ring.w.type, ring_w_, i * N + first, key);
+      }
+      for (int j = i - 1; j >= 0; --j) {
+        float w[kEach], g[kEach], dot = 0;
+        load_run(step_.ring.w.type, ring_w_, j * N + first, w);
+        load_run(Scalar::fp32, logs, j * N + first, g);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          dot = fmaf(w[e] * expf(sum[e]), key[e], dot);
+          sum[e] += g[e];
+        }
+        dot = lane_sum<32>(dot);
+        if (lane_ == 0) out[i * L + j] = dot;
+      }
+      if (lane_ == 0) {
+        out[L * L + i] = 1.0f;  // decode_kernel() reads the anchor with keys that are decayed already
+        out[L * L + L + i] =
+            i < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[i] : gain;
+      }
+    }
+  }
+
+  const StepType& step_;
+  Places<StepType> at_;
+  std::byte* const shared_;
+  const int warp_, lane_;
+  std::byte* ring_w_;
+  int unit_, group_, held_;
+  bool flush_;
+  float vector_[3][kEach];  // c, w, w as the ring will hold it
+};
+
+/// Shared memory of a block of prepare_kernel().
+template <Recurrence recurrence, int N, bool Split>
+std::size_t prepare_shared_bytes(const Step& step, int slots) {
+  constexpr bool delta = is_delta_rule(recurrence);
+  const auto in_group = static_cast<int>(step.shape.heads / step.shape.groups);
+  std::size_t floats = static_cast<std::size_t>((output_vectors(delta, Split) + 1) * slots);
+  if (delta && Split && !has_column_decay(recurrence)) {
+    floats += static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length) * (N + 4);
+  }
+  return floats * sizeof(float);
+}
+
+template <Recurrence recurrence, int N, bool Split>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_kernel(const __grid_constant__ Arguments<typename Prepare<recurrence, N, Split>::StepType> arguments) {
+  extern __shared__ __align__(128) std::byte shared_memory[];
+  Prepare<recurrence, N, Split>(arguments, shared_memory).run();
+}
+
+}  // namespace replayssm::cuda
