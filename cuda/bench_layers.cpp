@@ -162,6 +162,8 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
   }
   slots_ = Buffer(slots);
   held_ = Buffer(std::vector<std::int32_t>(static_cast<std::size_t>(c.rows), 0));
+  workspace_ =
+      Buffer(static_cast<std::int64_t>(delta ? workspace_bytes(delta_step(0, 0)) : workspace_bytes(mamba2_step(0, 0))));
   stream.wait();
 }
 
@@ -206,12 +208,11 @@ void* Layers::y_of(std::int64_t set, Scalar type) const {
   return y_.at(set * case_.rows * case_.shape.heads * case_.shape.head_dim * cuda::bytes_of(type));
 }
 
-void Layers::fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot, Scalar y_type) const {
+void Layers::fill(Step& step, std::int64_t layer) const {
   const auto field = [&](Scalar type, const Part& part) { return RingField{type, place(part, layer), part.elements}; };
   step.shape = case_.shape;
   step.length = length_;
   step.rows = step.slots = case_.rows;
-  step.slot = slot;
   step.held = length_ > 1 ? held_.at<std::int32_t>() : nullptr;
   step.state = on_device(state_, layer);
   if (case_.policy.as_replay().read) step.read = on_device(read_, layer);
@@ -221,28 +222,37 @@ void Layers::fill(Step& step, std::int64_t layer, std::int64_t set, const std::i
                field(w_type_, w_),
                field(Scalar::fp32, gain_),
                field(Scalar::fp32, log_decay_)};
-  step.y_type = y_type;
-  step.y = y_of(set, y_type);
+  step.workspace = workspace_.at();
   step.y_stride = case_.shape.heads * case_.shape.head_dim;
+}
+
+Mamba2Step Layers::mamba2_step(std::int64_t layer, std::int64_t set) const {
+  Mamba2Step step;
+  step.x = input(0, set), step.B = input(1, set), step.C = input(2, set), step.dt = input(3, set);
+  step.A_log = A_log_.at<float>(), step.dt_bias = dt_bias_.at<float>(), step.D = D_.at<float>();
+  fill(step, layer);
+  return step;
+}
+
+DeltaStep Layers::delta_step(std::int64_t layer, std::int64_t set) const {
+  DeltaStep step;
+  step.closed_loop = closed_loop_;
+  step.q = input(0, set), step.k = input(1, set), step.v = input(2, set);
+  step.gate = input(3, set), step.beta = input(4, set);
+  step.A_log = A_log_.at<float>(), step.dt_bias = dt_bias_.at<float>();
+  fill(step, layer);
+  return step;
 }
 
 void Layers::decode_all(std::int64_t set, const std::int32_t* slot, Scalar y_type) const {
   for (std::int64_t layer = 0; layer < layers_; ++layer) {
-    if (is_delta_rule(case_.shape.recurrence)) {
-      DeltaStep step;
-      fill(step, layer, set, slot, y_type);
-      step.closed_loop = closed_loop_;
-      step.q = input(0, set), step.k = input(1, set), step.v = input(2, set);
-      step.gate = input(3, set), step.beta = input(4, set);
-      step.A_log = A_log_.at<float>(), step.dt_bias = dt_bias_.at<float>();
+    const auto launch = [&](auto step) {
+      step.slot = slot;
+      step.y_type = y_type;
+      step.y = y_of(set, y_type);
       cuda::decode(step, stream_, case_.kernel);
-    } else {
-      Mamba2Step step;
-      fill(step, layer, set, slot, y_type);
-      step.x = input(0, set), step.B = input(1, set), step.C = input(2, set), step.dt = input(3, set);
-      step.A_log = A_log_.at<float>(), step.dt_bias = dt_bias_.at<float>(), step.D = D_.at<float>();
-      cuda::decode(step, stream_, case_.kernel);
-    }
+    };
+    is_delta_rule(case_.shape.recurrence) ? launch(delta_step(layer, set)) : launch(mamba2_step(layer, set));
   }
 }
 

@@ -65,7 +65,10 @@ class Layers {
   Activations input(std::size_t i, std::int64_t set) const;
   /// Where y of a set begins; there is room for fp32.
   void* y_of(std::int64_t set, Scalar type) const;
-  void fill(Step& step, std::int64_t layer, std::int64_t set, const std::int32_t* slot, Scalar y_type) const;
+  /// Steps of all rows but for slots and y.
+  void fill(Step& step, std::int64_t layer) const;
+  Mamba2Step mamba2_step(std::int64_t layer, std::int64_t set) const;
+  DeltaStep delta_step(std::int64_t layer, std::int64_t set) const;
   void decode_all(std::int64_t set, const std::int32_t* slot, Scalar y_type) const;
 
   BenchCase case_;
@@ -77,7 +80,7 @@ class Layers {
   Part v_, u_, w_, gain_, log_decay_;
   HostParameters parameters_;
   std::vector<Input> inputs_;  // x, B, C, dt; q, k, v, gate, beta
-  Buffer memory_, y_, A_log_, dt_bias_, D_, slots_, held_;
+  Buffer memory_, workspace_, y_, A_log_, dt_bias_, D_, slots_, held_;
 };
 
 }  // namespace replayssm::cuda
