@@ -97,6 +97,7 @@ void check_step(const Step& step, bool values, bool updates) {
   check_scalar("y_type", step.y_type);
   check_pointer("y", step.y, bytes_of(step.y_type));
   check_stride("y_stride", step.y_stride, shape.heads * shape.head_dim);
+  if (step.workspace) check_pointer("workspace", step.workspace, 16);
   if (step.length == 1) return;
 
   const Ring& ring = step.ring;

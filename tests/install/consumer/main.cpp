@@ -1,5 +1,6 @@
 #include <replayssm/core/format.h>
 #include <replayssm/core/version.h>
+#include <replayssm/cuda/decode.h>
 
 #include <cstdio>
 #include <cstring>
@@ -16,5 +17,7 @@ int main() {
     std::printf("bf16: expected 1 and 1.0078125, found %.17g and %.17g\n", row[0], row[1]);
     return 1;
   }
+  // Nothing is said of this machine; it links, with kernels or without.
+  std::printf("CUDA kernels: %s\n", replayssm::cuda::available() ? "available" : "not available");
   return 0;
 }

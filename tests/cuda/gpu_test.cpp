@@ -1,0 +1,168 @@
+// What only a GPU can show: graphs, the choice of kernels, pools beyond 2^31 elements.
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "core/error.h"
+#include "cuda/kernels.h"
+#include "tests/cuda/layer.h"
+
+namespace replayssm::cuda::tests {
+namespace {
+
+constexpr Recurrence kRecurrences[] = {Recurrence::mamba2, Recurrence::gated_delta, Recurrence::kda};
+
+void Require(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+
+void Decode(Layer& layer, cudaStream_t stream, Kernel kernel) {
+  if (is_delta(layer.setup)) {
+    decode(layer.delta, stream, kernel);
+  } else {
+    decode(layer.mamba2, stream, kernel);
+  }
+}
+
+void ExpectSame(const Layer& a, const Layer& b) {
+  for (const auto field : {&Layer::pool, &Layer::copy, &Layer::v, &Layer::u, &Layer::w, &Layer::gain}) {
+    EXPECT_EQ((a.*field).bytes.here, (b.*field).bytes.here);
+  }
+  EXPECT_EQ(a.y.here, b.y.here);
+  EXPECT_EQ(a.held.here, b.held.here);
+}
+
+class OnGpu : public OnMachine {
+ protected:
+  Kernel kernel() const { return GetParam() == "fast" ? Kernel::fast : Kernel::generic; }
+};
+INSTANTIATE_TEST_SUITE_P(, OnGpu, testing::ValuesIn(machine_names()));
+
+TEST_P(OnGpu, AGraphDoesWhatTheCallsDo) {
+  int served = 0;
+  for (const Recurrence recurrence : kRecurrences) {
+    const Case setup{.shape = {recurrence, 4, 2, 32, 64},
+                     .length = 3,
+                     .read = Storage::int8_row,
+                     .ring = Scalar::bf16,
+                     .input = Scalar::bf16,
+                     .y = Scalar::bf16,
+                     .rows = 4,
+                     .staggered = true};
+    SCOPED_TRACE(setup.text());
+    Layer direct(on(), setup), captured(on(), setup);
+    if (!direct.served()) continue;
+    ++served;
+    const TokenInputs in = random_inputs(setup, direct.random);
+    captured.set_inputs(in);
+    for (int t = 0; t < 7; ++t) direct.step(in);
+
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t run = nullptr;
+    Require(cudaStreamCreate(&stream));
+    Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    Decode(captured, stream, kernel());
+    advance_cursors(setup.rows, captured.slot.there(), captured.held.there(), setup.length, stream);
+    Require(cudaStreamEndCapture(stream, &graph));
+    Require(cudaGraphInstantiate(&run, graph, 0));
+    for (int t = 0; t < 7; ++t) Require(cudaGraphLaunch(run, stream));
+    Require(cudaStreamSynchronize(stream));
+    captured.fetch();
+    ExpectSame(direct, captured);
+    Require(cudaGraphExecDestroy(run));
+    Require(cudaGraphDestroy(graph));
+    Require(cudaStreamDestroy(stream));
+  }
+  EXPECT_GT(served, 0);
+}
+
+TEST_P(OnGpu, AutomaticTakesTheFastKernelWhereItServes) {
+  for (const Recurrence recurrence : kRecurrences) {
+    for (const int N : {64, 40}) {
+      const Case setup{.shape = {recurrence, 2, 1, 16, N}, .rows = 2};
+      SCOPED_TRACE(setup.text());
+      Layer chosen(on(), setup), named(on(), setup);
+      const TokenInputs in = random_inputs(setup, chosen.random);
+      for (Layer* layer : {&chosen, &named}) layer->set_inputs(in);
+      const bool has_fast = is_delta(setup) ? fast(named.delta) : fast(named.mamba2);
+      EXPECT_EQ(has_fast, N == 64);
+      Decode(chosen, nullptr, Kernel::automatic);
+      Decode(named, nullptr, has_fast ? Kernel::fast : Kernel::generic);
+      Require(cudaDeviceSynchronize());
+      chosen.fetch();
+      named.fetch();
+      ExpectSame(chosen, named);
+      if (!has_fast) {
+        EXPECT_THROW(Decode(named, nullptr, Kernel::fast), Error);
+      }
+    }
+  }
+}
+
+/// Device memory that is given back.
+struct Block {
+  explicit Block(std::size_t bytes) {
+    if (cudaMalloc(&data, bytes) != cudaSuccess) data = nullptr;
+    cudaGetLastError();
+  }
+  ~Block() { cudaFree(data); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  void* data = nullptr;
+};
+
+// A pool of 16385 slots of 131072 one-byte elements: the last slot lies beyond 2^31. The same states in a small pool
+// say what is right.
+TEST_P(OnGpu, SlotsBeyondTwoToThe31) {
+  constexpr std::int64_t kSlots = 16385, kElements = 8 * 128 * 128, kRows = 8 * 128;
+  const Case setup{.shape = {Recurrence::mamba2, 8, 1, 128, 128}, .state = Storage::int8_row, .rows = 2};
+  Layer small(on(), setup);
+  for (const std::int32_t at : small.slot.here) small.set_state(at, random_states(setup, 1, small.random));
+  const Block codes(static_cast<std::size_t>(kSlots * kElements)), scales(kSlots * kRows * sizeof(float));
+  if (!codes.data || !scales.data) GTEST_SKIP() << "not enough memory on the device";
+  Require(cudaMemset(codes.data, 0, static_cast<std::size_t>(kSlots * kElements)));
+  Require(cudaMemset(scales.data, 0, kSlots * kRows * sizeof(float)));
+  const std::int64_t slots[] = {kSlots - 1, 0};
+  const auto copy = [&](auto&& each) {
+    for (int r = 0; r < 2; ++r) {
+      const std::int64_t at = small.slot.here[static_cast<std::size_t>(r)];
+      each(static_cast<std::uint8_t*>(codes.data) + slots[r] * kElements,
+           small.pool.bytes.here.data() + at * small.pool.stride, static_cast<std::size_t>(kElements));
+      each(static_cast<float*>(scales.data) + slots[r] * kRows,
+           small.pool.scales.here.data() + at * small.pool.scale_stride, kRows * sizeof(float));
+    }
+  };
+  copy([](void* there, const void* here, std::size_t n) {
+    Require(cudaMemcpy(there, here, n, cudaMemcpyHostToDevice));
+  });
+  const TokenInputs in = random_inputs(setup, small.random);
+  const auto y = small.step(in);  // its memory is fetched: what is right
+
+  small.set_inputs(in);
+  small.y.here.assign(small.y.here.size(), 0xFF);
+  small.y.write();
+  Array<std::int32_t> slot(on());
+  slot.write({kSlots - 1, 0});
+  Mamba2Step large = small.mamba2;
+  large.slots = kSlots;
+  large.slot = slot.there();
+  large.state = {Storage::int8_row, codes.data, static_cast<float*>(scales.data), kElements, kRows};
+  decode(large, nullptr, kernel());
+  Require(cudaDeviceSynchronize());
+  EXPECT_EQ(small.fetch(), y);
+  copy([](const void* there, const void* expected, std::size_t n) {
+    std::vector<std::uint8_t> found(n);
+    Require(cudaMemcpy(found.data(), there, n, cudaMemcpyDeviceToHost));
+    EXPECT_EQ(std::memcmp(found.data(), expected, n), 0);
+  });
+}
+
+TEST_P(OnGpu, NoRowsAreNoLaunch) {
+  Layer layer(on(), {.shape = {Recurrence::mamba2, 2, 1, 16, 64}});
+  layer.mamba2.rows = 0;
+  decode(layer.mamba2, nullptr, Kernel::automatic);
+  Require(cudaDeviceSynchronize());
+}
+
+}  // namespace
+}  // namespace replayssm::cuda::tests
