@@ -1,8 +1,10 @@
 #include "analysis/traffic.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "analysis/cli/cli.h"
 #include "analysis/cli/shapes.h"
@@ -159,6 +161,11 @@ std::vector<LayerInfo> layers_of(const Options& options) {
 }
 
 int run(const Options& options) {
+  for (const auto& [name, value] : {std::pair{"--bandwidth", options.bandwidth},
+                                    {"--launch", options.launch},
+                                    {"--replay-launch", options.replay_launch}}) {
+    if (std::isnan(value)) fail(name, ": expected a number, found ", value);  // NaN is in every CLI::Range
+  }
   std::vector<Policy> policies;
   for (const std::string& text : options.policies.empty() ? default_policies : options.policies) {
     policies.push_back(parse_policy(text));

@@ -54,6 +54,18 @@ TEST_F(TrafficCommand, PublishedFloorsAsATable) {
   EXPECT_NE(o.out.find(" 263.6 "), string::npos) << o.out;
 }
 
+TEST_F(TrafficCommand, HelpNamesEveryOption) {
+  const auto names = [&](const string& command, const Words& options) {
+    const Outcome o = run({command, "--help"});
+    EXPECT_EQ(o.code, 0);
+    for (const string& option : options) EXPECT_NE(o.out.find(option), string::npos) << command << " " << option;
+  };
+  names("traffic", {"MODEL", "--shape", "heads=128", "--policy", "--batch", "--bandwidth", "--launch",
+                    "--replay-launch", "--longest", "--activations", "--json"});
+  names("bench", {"--suite", "quick", "table", "sweep", "--kernel", "--shape", "--batch", "--length", "--storage",
+                  "--read", "--policy", "--activations", "--ring", "--ring-u", "--variant", "--json"});
+}
+
 TEST_F(TrafficCommand, Refuses) {
   const auto shape = [&](const string& text, const Words& parts) {
     Words named = parts;
@@ -78,7 +90,7 @@ TEST_F(TrafficCommand, Refuses) {
   };
   for (const string value : {"0", "-1", "many", "1.5"}) with({"--batch", value}, {"--batch", value});
   for (const string value : {"0", "-4", "fast", "nan"}) with({"--bandwidth", value}, {"--bandwidth", value});
-  with({"--launch", "-1"}, {"--launch", "-1"});
+  for (const string value : {"-1", "nan"}) with({"--launch", value}, {"--launch", value});
   with({"--longest", "0"}, {"--longest", "0"});
   with({"-p", "eager(state=bf17)"}, {"'bf17'"});
   with({"-p", "eager(state=bf16, layers=1)"}, {"layers=1", "layer 1"});
