@@ -41,7 +41,6 @@ class Outputs : public TileType {
     float part[kVectors][Row::per_lane];
 #pragma unroll
     for (int m = 0; m < kVectors; ++m) Row::spread(this->vector(m), own, part[m]);
-    barrier_wait(this->barrier(), 0);
     for (int batch = warp_ * kBatch; batch < g.tile; batch += kWarps * kBatch) {
       float sum[kVectors][kIterations];
 #pragma unroll
@@ -103,20 +102,32 @@ class Outputs : public TileType {
   }
 };
 
-/// Blocks of decode_kernel() that a multiprocessor's registers have room for.
-inline constexpr int kResident = 4;
-
 template <Recurrence recurrence, int N, Storage Read, Storage Anchor, bool Split>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_kernel(const __grid_constant__ Arguments<typename Tile<recurrence, N, Read, Anchor, Split>::StepType> arguments) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   using Rows = Tile<recurrence, N, Read, Anchor, Split>;
   Rows rows(arguments, shared_memory);
-  if (!rows.fetch()) return;
-  if (rows.flushes()) {
-    Rebuild<Rows>(rows).run();
-  } else {
-    Outputs<Rows>(rows).run();
+  if (threadIdx.x == 0) rows.make_barriers();
+  __syncthreads();
+  if (threadIdx.x >= kWorkers) {
+    rows.fetch_all();
+    return;
+  }
+  std::uint32_t phase = 0, piece_phase = 0;
+  for (int stage = 0;;) {
+    barrier_wait(rows.full(stage), phase);
+    const Assignment assignment = rows.assignment(stage);
+    if (assignment.held < 0) return;
+    rows.assign(stage, assignment);
+    if (rows.flushes()) {
+      Rebuild<Rows>(rows).run(piece_phase);
+    } else {
+      Outputs<Rows>(rows).run();
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(rows.empty(stage));
+    if (++stage == arguments.geometry.stages) stage = 0, phase ^= 1;
   }
 }
 

@@ -28,9 +28,10 @@ struct Footprint {
 /// vectors [rows, groups (KDA: heads), vectors, state_dim]: those vectors (see prepare.cuh).
 /// products [rows, heads, length (length + 2)], split delta rule, flushing rows only: what feeds the records' u into
 /// each other, [length, length]; e^{g_0 + ... + g_i}; beta_i.
+/// A counter of tiles that were handed out, 0 at first.
 struct Workspace {
   int slots = 0, gate_stride = 0, vectors = 0;
-  std::int64_t vector_offset = 0, product_offset = 0, floats = 0;
+  std::int64_t vector_offset = 0, product_offset = 0, counter_offset = 0, floats = 0;
 };
 
 /// Vectors that outputs multiply the state with: c, and for the delta rule w, and w as the ring will hold it.
@@ -46,23 +47,29 @@ inline Workspace lay_out_workspace(const Step& step, bool delta, bool split) {
   w.vector_offset = step.rows * step.shape.heads * w.gate_stride;
   w.product_offset =
       w.vector_offset + step.rows * (columns ? step.shape.heads : step.shape.groups) * w.vectors * step.shape.state_dim;
-  w.floats = w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
+  w.counter_offset = w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
+  w.floats = w.counter_offset + 4;
   return w;
 }
 
-/// A block's share of a step and its shared memory; offsets are bytes.
+/// How decode_kernel() cuts a step into tiles, and its shared memory; offsets are bytes. A block takes tile after tile
+/// through a ring of `stages` buffers, of which each holds a tile's states and all that goes with them.
 struct Geometry {
-  int tile = 0;       ///< state rows (head, p) of a block: part of a head, or several heads of a group
-  int tiles = 0;      ///< blocks a sequence
+  int tile = 0;       ///< state rows (head, p) of a tile: part of a head, or several heads of a group
+  int tiles = 0;      ///< of a sequence
   int piece = 0;      ///< rows of the checkpoint or anchor that a flush takes at once
   int heads = 0;      ///< heads in a tile, at least 1
   int head_rows = 0;  ///< rows of a head in a tile
-  int scale = 0, ring = 0, gates = 0, vectors = 0, x = 0, w = 0, keys = 0, products = 0, barrier = 0;
-  int shared_bytes = 0;  ///< 0: no layout fits
+  int stages = 0, stage_bytes = 0;
+  int scale = 0, ring = 0, gates = 0, vectors = 0, x = 0;            ///< in a stage, behind the states
+  int w = 0, keys = 0, products = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages
+  int shared_bytes = 0;                                              ///< 0: no layout fits
 };
 
-inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w, int tile) {
+/// Stages that fit into shared_limit bytes a block.
+inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w, int tile, int shared_limit) {
   const int N = static_cast<int>(step.shape.state_dim), P = static_cast<int>(step.shape.head_dim);
+  const auto records = static_cast<int>(step.length - 1);
   Geometry g;
   g.tile = tile;
   g.heads = std::max(1, tile / P);
@@ -77,29 +84,34 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
     }
   }
   int at = std::max(state, g.piece * N * f.anchor_bytes);
-  const auto take = [&at](int size) {
+  const auto take = [&at](int size, int alignment = 16) {
     const int offset = at;
-    at += (size + 15) / 16 * 16;
+    at += (size + alignment - 1) / alignment * alignment;
     return offset;
   };
   g.scale = take(f.scaled ? tile * 4 : 0);
-  g.ring = take(tile * static_cast<int>(step.length - 1) * f.ring_bytes);
+  g.ring = take(tile * records * f.ring_bytes);
   g.gates = take(g.heads * w.gate_stride * 4);
   g.vectors = take(w.vectors * N * 4);
   g.x = take(tile * f.x_bytes);
-  const auto records = static_cast<int>(step.length - 1);
+  g.stage_bytes = (at + 127) / 128 * 128;
+
+  at = 0;
   g.w = take(f.matrices ? (records + 15) / 16 * 16 * N * 2 : (records + 1) * N * 4);
   g.keys = take(f.delta && f.split && f.column_decay ? (records + 1) * N * 4 : 0);
   g.products = take(f.delta && f.split ? static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
-  g.barrier = take(8);
-  g.shared_bytes = at;
+  constexpr int kMost = 4;
+  g.barriers = take((2 * kMost + 1) * 8);
+  g.assignments = take(kMost * 16);
+  g.stages = std::min(kMost, (shared_limit - at) / g.stage_bytes);
+  if (g.stages < 1) return {};
+  for (int* offset : {&g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) *offset += g.stages * g.stage_bytes;
+  g.shared_bytes = g.stages * g.stage_bytes + at;
   return g;
 }
 
-/// The tile that keeps most bytes in flight on a multiprocessor, up to 40 KiB of state a block.
-/// shared_limit: bytes of shared memory of a multiprocessor; blocks: those that its registers have room for.
-inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int multiprocessors,
-                     int shared_limit, int blocks) {
+/// The tile that keeps most bytes in flight, up to 40 KiB of state. shared_limit: bytes that a block may have.
+inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int blocks, int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
@@ -108,13 +120,13 @@ inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, i
   for (int tile = 16; tile <= group_rows && (tile == 16 || tile * row_bytes <= 40 * 1024); tile += 16) {
     const bool part = P % tile == 0, whole = tile % P == 0 && group_rows % tile == 0 && !f.column_decay;
     if (!part && !whole) continue;
-    const Geometry g = lay_out(step, f, w, tile);
-    const int resident = std::min(blocks, shared_limit / (g.shared_bytes + 1024));  // 1 KiB a block is the system's
-    if (resident < 1) continue;
-    // Warps that cannot share the rows evenly wait for each other; blocks that are too few leave the card idle.
+    const Geometry g = lay_out(step, f, w, tile, shared_limit);
+    if (g.shared_bytes == 0) continue;
+    // Warps that cannot share the rows evenly wait for each other; fewer than two stages leave nothing in flight while
+    // one is read; tiles that are too few leave blocks idle.
     const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + warps - 1) / warps;
-    double score = static_cast<double>(tile) * resident * batches / (warps * rounds);
-    const double full = static_cast<double>(all_rows) / tile / (2.0 * multiprocessors);
+    double score = static_cast<double>(tile) * batches / (warps * rounds) * std::min(g.stages, 3);
+    const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;
   }

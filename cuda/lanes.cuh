@@ -12,15 +12,24 @@ __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ inline void barrier_init(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+/// A barrier in shared memory that completes a phase with `arrivals` arrivals.
+__device__ inline void barrier_init(std::uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+/// Makes initialised barriers known to the copy engine.
+__device__ inline void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-/// Starts a copy of `size` bytes (a multiple of 16) that completes a phase of the barrier. For one thread.
-__device__ inline void bulk_copy(void* to, const void* from, std::uint32_t size, std::uint64_t* barrier) {
+__device__ inline void arrive(std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+/// Arrives, and lets the phase wait for `size` bytes of copies too.
+__device__ inline void arrive_and_expect(std::uint64_t* barrier, std::uint32_t size) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size)
                : "memory");
+}
+
+/// Starts a copy of `size` bytes, a multiple of 16, that a phase of the barrier expects.
+__device__ inline void bulk_copy(void* to, const void* from, std::uint32_t size, std::uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(size), "r"(shared_address(barrier))
@@ -39,11 +48,11 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase)
       : "memory");
 }
 
-__device__ inline void async_copy_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+/// A barrier among `Threads` threads of a block, whole warps, that the others do not take part in.
+template <int Threads>
+__device__ inline void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
 }
-
-__device__ inline void async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /// The next kernel of the stream may start, and wait for this one where it needs it.
 __device__ inline void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

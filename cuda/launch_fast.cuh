@@ -67,7 +67,8 @@ Arguments<StepType> arrange(const StepType& step) {
   }
   const Device device = current_device();
   Arguments<StepType> arguments{step, lay_out_workspace(step, delta, split), {}};
-  arguments.geometry = plan(step, f, arguments.workspace, kWarps, device.multiprocessors, device.shared_limit, kResident);
+  arguments.geometry = plan(step, f, arguments.workspace, kWarps, kResident * device.multiprocessors,
+                            device.shared_limit / kResident - 1024);  // 1 KiB a block is the system's
   return arguments;
 }
 
@@ -119,7 +120,8 @@ void launch_one(const StepType& step, cudaStream_t stream) {
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(step.rows * arguments.geometry.tiles));
+  const std::int64_t tiles = step.rows * arguments.geometry.tiles, blocks = kResident * current_device().multiprocessors;
+  launch.gridDim = dim3(static_cast<unsigned>(std::min(tiles, blocks)));
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = static_cast<std::size_t>(arguments.geometry.shared_bytes);
   launch.stream = stream;

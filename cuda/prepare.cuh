@@ -70,6 +70,9 @@ struct Places {
     return static_cast<float*>(step.workspace) + layout.vector_offset +
            (row * of + index) * layout.vectors * step.shape.state_dim;
   }
+  __device__ int* counter() const {
+    return reinterpret_cast<int*>(static_cast<float*>(step.workspace) + layout.counter_offset);
+  }
   __device__ float* products(int head) const {
     return static_cast<float*>(step.workspace) + layout.product_offset +
            (row * step.shape.heads + head) * step.length * (step.length + 2);
@@ -107,6 +110,7 @@ class Prepare {
     const auto units = static_cast<unsigned>(kColumns ? step_.shape.heads : step_.shape.groups);
     unit_ = static_cast<int>(blockIdx.x % units);
     at_.row = blockIdx.x / units;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *at_.counter() = 0;
     const int slot = step_.slot[at_.row];
     held_ = held_of(step_, at_.row, slot);
     if (held_ < 0) return;

@@ -23,7 +23,8 @@ class Rebuild : public TileType {
  public:
   __device__ explicit Rebuild(const T& tile) : T(tile) {}
 
-  __device__ void run() {
+  /// piece_phase: of the barrier of pieces(), moved on.
+  __device__ void run(std::uint32_t& piece_phase) {
     const Geometry& g = geometry_;
     const bool matrices = !kColumns && !kSolve && step_.ring.w.type == Scalar::bf16;
     if (held_ > 0) {
@@ -34,29 +35,35 @@ class Rebuild : public TileType {
       }
     }
     if constexpr (kSolve) arrange_current();
-    std::uint32_t phase = 0;
-    for (int done = 0; done < g.tile; done += g.piece, phase ^= 1) {
-      __syncthreads();
-      if (done > 0 && threadIdx.x == 0) this->copy_anchor(done);
+    for (int done = 0; done < g.tile; done += g.piece) {
+      sync_threads<kWorkers>();
+      if (done > 0 && threadIdx.x == 0) {
+        arrive_and_expect(this->pieces(), static_cast<std::uint32_t>(this->piece_bytes(done)));
+        bulk_copy(shared_, this->anchor_piece(done), static_cast<std::uint32_t>(this->piece_bytes(done)), this->pieces());
+      }
       if constexpr (kSolve) {
         const float* from = at_.products(head_ + this->head_of(done));
         const auto size = static_cast<int>(step_.length * (step_.length + 2));
-        for (int i = static_cast<int>(threadIdx.x); i < size; i += kThreads) products()[i] = from[i];
-        __syncthreads();
+        for (int i = static_cast<int>(threadIdx.x); i < size; i += kWorkers) products()[i] = from[i];
+        sync_threads<kWorkers>();
       }
-      barrier_wait(this->barrier(), phase);
+      if (done > 0) {
+        barrier_wait(this->pieces(), piece_phase);
+        piece_phase ^= 1;
+      }
       const int rows = min(g.piece, g.tile - done);
       for (int base = warp_ * kRows; base < rows; base += kWarps * kRows) batch(done, done + base, matrices);
     }
+    sync_threads<kWorkers>();  // the next flush arranges its records in the same place
   }
 
  private:
   __device__ int own() const { return lane_ / 4; }  // g
-  __device__ float* wide_w(int j) const { return this->template in_shared<float>(geometry_.w) + j * N; }
+  __device__ float* wide_w(int j) const { return this->template in_block<float>(geometry_.w) + j * N; }
   __device__ float* wide_key(int j) const {
-    return this->template in_shared<float>(kColumns ? geometry_.keys : geometry_.w) + j * N;
+    return this->template in_block<float>(kColumns ? geometry_.keys : geometry_.w) + j * N;
   }
-  __device__ float* products() const { return this->template in_shared<float>(geometry_.products); }
+  __device__ float* products() const { return this->template in_block<float>(geometry_.products); }
   __device__ const std::byte* ring_w() const {
     return at_.records(step_.ring.w, head_ / static_cast<int>(step_.shape.heads / step_.shape.groups), N);
   }
@@ -67,9 +74,9 @@ class Rebuild : public TileType {
   /// product i are 2 i and 2 i + 1 of each lane group.
   __device__ void arrange_matrices() const {
     const auto* w = reinterpret_cast<const std::uint32_t*>(ring_w());
-    auto* out = this->template in_shared<uint4>(geometry_.w);
+    auto* out = this->template in_block<uint4>(geometry_.w);
     const int blocks = (held_ + 15) / 16;
-    for (int f = static_cast<int>(threadIdx.x); f < blocks * (N / 16) * 32; f += kThreads) {
+    for (int f = static_cast<int>(threadIdx.x); f < blocks * (N / 16) * 32; f += kWorkers) {
       const int g = f % 32 / 4, t = f % 4, i = f / 32 % (N / 16), j = f / 32 / (N / 16) * 16 + 2 * t;
       const int pair = Row::element(g, 2 * i) / 2;  // the element and the next are neighbours
       std::uint32_t r[4];
@@ -89,12 +96,12 @@ class Rebuild : public TileType {
     const std::byte* ring = ring_w();
     const Scalar type = step_.ring.w.type;
     if constexpr (!kColumns) {
-      for (int i = static_cast<int>(threadIdx.x); i < held_ * N; i += kThreads) {
+      for (int i = static_cast<int>(threadIdx.x); i < held_ * N; i += kWorkers) {
         wide_w(i / N)[Row::place(i % N)] = load(type, ring, i);
       }
     } else {
       const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head_, N));
-      for (int n = static_cast<int>(threadIdx.x); n < N; n += kThreads) {
+      for (int n = static_cast<int>(threadIdx.x); n < N; n += kWorkers) {
         const int place = Row::place(n);
         float sum = current_gate(n);
         for (int j = held_ - 1; j >= 0; --j) {
@@ -113,7 +120,7 @@ class Rebuild : public TileType {
   }
   /// The token at hand behind the records.
   __device__ void arrange_current() const {
-    for (int n = static_cast<int>(threadIdx.x); n < N; n += kThreads) {
+    for (int n = static_cast<int>(threadIdx.x); n < N; n += kWorkers) {
       wide_w(held_)[Row::place(n)] = current_w()[n];
       if constexpr (kColumns) wide_key(held_)[Row::place(n)] = this->vector(T::kVectors + 1)[n] * current_w()[n];
     }
@@ -204,7 +211,7 @@ class Rebuild : public TileType {
   /// s += w u for 16 records at a time; w is exact in bf16, u goes in three parts, largest last so that the small ones
   /// are not lost. `row`: the staged values of row g of the batch.
   __device__ void add_matrices(const float* gate, const std::byte* row, Scalar type, float (&s)[2][kOwn]) const {
-    const auto* fragments = this->template in_shared<uint4>(geometry_.w) + lane_;
+    const auto* fragments = this->template in_block<uint4>(geometry_.w) + lane_;
     for (int base = 0; base < held_; base += 16, fragments += N / 16 * 32) {
       float u[4];
 #pragma unroll

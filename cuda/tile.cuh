@@ -1,20 +1,26 @@
 #pragma once
 
-// A block's share of the states, and how it gets there: what outputs (decode.cuh) and flushes (rebuild.cuh) have in
-// common.
+// The states of a step, tile by tile: one warp of a block fetches, the others work (decode.cuh, rebuild.cuh).
 
 #include "cuda/prepare.cuh"
 
 namespace replayssm::cuda {
 
-inline constexpr int kWarps = 8, kThreads = 32 * kWarps;
+/// Warps that work, and with the one that fetches.
+inline constexpr int kWarps = 8, kWorkers = 32 * kWarps, kThreads = kWorkers + 32;
+/// Blocks on a multiprocessor.
+inline constexpr int kResident = 2;
+
+/// What a stage holds: a tile of a row. held < 0: nothing more comes.
+struct Assignment {
+  int row, tile, slot, held;
+};
 
 /// `recurrence` of state_dim N; outputs read states stored as Read, flushes rebuild those stored as Anchor. Split: the
 /// two are different pools, and the delta rule recomputes every u of a flush (closed loop).
 ///
 /// A tile is `geometry.tile` rows of the states of one sequence that share w and c: part of a head, or several heads of
-/// a group. One asynchronous bulk copy brings it into shared memory; the records and what prepare_kernel() worked out
-/// come beside it.
+/// a group.
 template <Recurrence recurrence_, int N_, Storage Read_, Storage Anchor_, bool Split_>
 class Tile {
  public:
@@ -26,57 +32,93 @@ class Tile {
   using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
   static constexpr int kVectors = output_vectors(kDelta, Split);
 
-  __device__ Tile(const Arguments<StepType>& arguments, std::byte* shared)
+  /// Memory: of the block.
+  __device__ Tile(const Arguments<StepType>& arguments, std::byte* memory)
       : step_(arguments.step),
         geometry_(arguments.geometry),
         at_{arguments.step, arguments.workspace, 0, 0},
-        shared_(shared),
+        memory_(memory),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  /// Starts every copy and waits for all but the state; false for padding.
-  __device__ bool fetch() {
-    const Geometry& g = geometry_;
-    at_.row = blockIdx.x / static_cast<unsigned>(g.tiles);
-    first_ = static_cast<int>(blockIdx.x % static_cast<unsigned>(g.tiles)) * g.tile;
+  __device__ void assign(int stage, const Assignment& assignment) {
+    shared_ = memory_ + stage * geometry_.stage_bytes;
+    at_.row = assignment.row;
+    at_.slot = assignment.slot;
+    held_ = assignment.held;
+    flush_ = held_ == step_.length - 1;
+    first_ = assignment.tile * geometry_.tile;
     const auto P = static_cast<int>(step_.shape.head_dim);
     head_ = first_ / P;
     p0_ = first_ % P;
-    const int slot = step_.slot[at_.row];
-    held_ = held_of(step_, at_.row, slot);
-    if (held_ < 0) return false;
-    at_.slot = slot;
-    flush_ = held_ == step_.length - 1;
-    if (threadIdx.x == 0) {
-      barrier_init(barrier());
-      if (flush_) {
-        copy_anchor(0);
-      } else {
-        bulk_copy(shared_, codes(Split ? step_.read : step_.state, Read),
-                  static_cast<std::uint32_t>(g.tile * N * bytes(Read)), barrier());
-      }
+  }
+  __device__ bool flushes() const { return flush_; }
+
+  // ---- barriers -----------------------------------------------------------------------------------------------------
+
+  /// Full: its copies are there. Empty: its workers are done with it.
+  __device__ std::uint64_t* full(int stage) const { return barriers() + stage; }
+  __device__ std::uint64_t* empty(int stage) const { return barriers() + geometry_.stages + stage; }
+  /// Of further pieces of an anchor.
+  __device__ std::uint64_t* pieces() const { return barriers() + 2 * geometry_.stages; }
+  __device__ Assignment& assignment(int stage) const {
+    return reinterpret_cast<Assignment*>(memory_ + geometry_.assignments)[stage];
+  }
+  __device__ void make_barriers() const {
+    for (int i = 0; i < geometry_.stages; ++i) {
+      barrier_init(full(i), 1);
+      barrier_init(empty(i), kWarps);
     }
-    copy(g.x, static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
-         g.tile * bytes(values().type));
-    copy_ring();
-    wait_for_predecessor();
-    copy(g.gates, at_.gates(head_), g.heads * at_.layout.gate_stride * 4);
-    const int groups = static_cast<int>(kColumns ? step_.shape.heads : step_.shape.groups);
-    const int of = static_cast<int>(step_.shape.heads) / groups;
-    copy(g.vectors, at_.vectors(head_ / of, groups), at_.layout.vectors * N * 4);
-    async_wait();
-    __syncthreads();
-    return true;
+    barrier_init(pieces(), 1);
+    barriers_ready();
   }
 
-  __device__ bool flushes() const { return flush_; }
+  // ---- fetching, by one warp ----------------------------------------------------------------------------------------
+
+  /// Takes tiles until there are no more. Which block gets which is left to chance: flushes take longer.
+  __device__ void fetch_all() {
+    const Geometry& g = geometry_;
+    const auto all = static_cast<int>(step_.rows * g.tiles), blocks = static_cast<int>(gridDim.x);
+    bool waited = false;
+    int stage = 0;
+    std::uint32_t phase = 1;  // of a barrier that nobody has arrived at, the phase before counts as complete
+    for (int next = static_cast<int>(blockIdx.x); next < all;) {
+      Assignment a{next / g.tiles, next % g.tiles, 0, 0};
+      a.slot = step_.slot[a.row];
+      a.held = held_of(step_, a.row, a.slot);
+      if (a.held >= 0) {
+        barrier_wait(empty(stage), phase);
+        assign(stage, a);
+        if (lane_ == 0) assignment(stage) = a;
+        fetch(stage, waited);
+        if (++stage == g.stages) stage = 0, phase ^= 1;
+      }
+      if (!waited) {
+        wait_for_predecessor();
+        waited = true;
+      }
+      if (lane_ == 0) next = atomicAdd(at_.counter(), 1) + blocks;
+      next = __shfl_sync(~0u, next, 0);
+    }
+    barrier_wait(empty(stage), phase);
+    if (lane_ == 0) {
+      assignment(stage).held = -1;
+      arrive(full(stage));
+    }
+  }
 
  protected:
   template <class T>
   __device__ T* in_shared(int offset) const {
     return reinterpret_cast<T*>(shared_ + offset);
   }
-  __device__ std::uint64_t* barrier() const { return in_shared<std::uint64_t>(geometry_.barrier); }
+  /// Of the block, for flushes.
+  template <class T>
+  __device__ T* in_block(int offset) const {
+    return reinterpret_cast<T*>(memory_ + offset);
+  }
+  __device__ std::uint64_t* barriers() const { return reinterpret_cast<std::uint64_t*>(memory_ + geometry_.barriers); }
+
   /// Codes and scales of the tile.
   __device__ std::byte* codes(const StatePool& pool, Storage storage) const {
     return static_cast<std::byte*>(pool.codes) +
@@ -84,37 +126,6 @@ class Tile {
   }
   __device__ float* scales(const StatePool& pool) const {
     return pool.scales + at_.slot * pool.scale_slot_stride + first_;
-  }
-  /// Starts the copy of a piece of the checkpoint or anchor from row `done` of the tile. For one thread.
-  __device__ void copy_anchor(int done) const {
-    bulk_copy(shared_, codes(step_.state, Anchor) + static_cast<std::int64_t>(done) * N * bytes(Anchor),
-              static_cast<std::uint32_t>(min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor)), barrier());
-  }
-  __device__ void copy(int to, const void* from, int size) const {
-    for (int i = static_cast<int>(threadIdx.x) * 16; i < size; i += kThreads * 16) {
-      async_copy_16(shared_ + to + i, static_cast<const std::byte*>(from) + i);
-    }
-  }
-  /// Live records only: [heads, held, head_rows], and the scales of what is read.
-  __device__ void copy_ring() const {
-    const Geometry& g = geometry_;
-    if constexpr (scaled(Anchor)) {
-      copy(g.scale, scales(step_.state), g.tile * 4);
-    } else if constexpr (scaled(Read)) {
-      if (!flush_) copy(g.scale, scales(step_.read), g.tile * 4);
-    }
-    const RingField& field = staged();
-    const auto P = static_cast<int>(step_.shape.head_dim);
-    const int size = g.head_rows * bytes(field.type);
-    const std::int64_t record = static_cast<std::int64_t>(P) * bytes(field.type);
-    for (int h = 0; h < g.heads; ++h) {
-      const std::byte* from = at_.records(field, head_ + h, P) + p0_ * bytes(field.type);
-      std::byte* to = in_shared<std::byte>(g.ring) + h * held_ * size;
-      // A quarter of a warp takes a record at a time; its lanes, 16 bytes each.
-      for (int j = static_cast<int>(threadIdx.x) / 8; j < held_; j += kThreads / 8) {
-        for (int k = lane_ % 8 * 16; k < size; k += 128) async_copy_16(to + j * size + k, from + j * record + k);
-      }
-    }
   }
   /// The staged field of the ring: x, u, or v where every u is computed again.
   __device__ const RingField& staged() const {
@@ -144,14 +155,66 @@ class Tile {
   __device__ void write_y(int r, float y) const {
     store(step_.y_type, step_.y, at_.row * step_.y_stride + first_ + r, y);
   }
+  /// The barrier expects a piece of the checkpoint or anchor from row `done` of the tile. For one thread.
+  __device__ int piece_bytes(int done) const {
+    return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor);
+  }
+  __device__ const std::byte* anchor_piece(int done) const {
+    return codes(step_.state, Anchor) + static_cast<std::int64_t>(done) * N * bytes(Anchor);
+  }
 
   const StepType& step_;
   const Geometry& geometry_;
   Places<StepType> at_;
-  std::byte* const shared_;
+  std::byte* const memory_;
+  std::byte* shared_ = nullptr;  // of the stage
   const int warp_, lane_;
-  int first_, head_, p0_, held_;
-  bool flush_;
+  int first_ = 0, head_ = 0, p0_ = 0, held_ = 0;
+  bool flush_ = false;
+
+ private:
+  /// Starts all copies of a tile: states with their scales, live records [heads, held, head_rows], x, and what
+  /// prepare_kernel() left, for which the first tile waits.
+  __device__ void fetch(int stage, bool waited) const {
+    const Geometry& g = geometry_;
+    std::uint64_t* barrier = full(stage);
+    const auto P = static_cast<int>(step_.shape.head_dim);
+    const RingField& field = staged();
+    const int state_bytes = flush_ ? piece_bytes(0) : g.tile * N * bytes(Read);
+    const bool with_scale = flush_ ? scaled(Anchor) : scaled(Read);
+    const int x_bytes = g.tile * bytes(values().type), gate_bytes = g.heads * at_.layout.gate_stride * 4;
+    const int vector_bytes = at_.layout.vectors * N * 4, record_bytes = g.head_rows * bytes(field.type);
+    if (lane_ == 0) {
+      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
+                                                            gate_bytes + vector_bytes + g.heads * held_ * record_bytes));
+      const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
+      bulk_copy(shared_, flush_ ? anchor_piece(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
+      if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
+      bulk_copy(shared_ + g.x,
+                static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
+                static_cast<std::uint32_t>(x_bytes), barrier);
+    }
+    __syncwarp();
+    const bool whole_heads = g.head_rows == P;
+    const int runs = whole_heads ? 1 : held_;
+    const int run_bytes = whole_heads ? held_ * record_bytes : record_bytes;
+    if (held_ > 0) {
+      for (int i = lane_; i < g.heads * runs; i += 32) {
+        const int h = i / runs, j = i % runs;
+        bulk_copy(shared_ + g.ring + h * held_ * record_bytes + j * record_bytes,
+                  at_.records(field, head_ + h, P) + static_cast<std::int64_t>(j * P + p0_) * bytes(field.type),
+                  static_cast<std::uint32_t>(run_bytes), barrier);
+      }
+    }
+    if (!waited) wait_for_predecessor();
+    if (lane_ == 0) {
+      bulk_copy(shared_ + g.gates, at_.gates(head_), static_cast<std::uint32_t>(gate_bytes), barrier);
+      const int groups = static_cast<int>(kColumns ? step_.shape.heads : step_.shape.groups);
+      const int of = static_cast<int>(step_.shape.heads) / groups;
+      bulk_copy(shared_ + g.vectors, at_.vectors(head_ / of, groups), static_cast<std::uint32_t>(vector_bytes), barrier);
+    }
+    __syncwarp();
+  }
 };
 
 }  // namespace replayssm::cuda
