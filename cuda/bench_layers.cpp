@@ -75,6 +75,11 @@ void check_case(const BenchCase& c) {
   }
 }
 
+std::int64_t Layers::set_elements(std::int64_t width) const {
+  constexpr std::int64_t alignment = 128;  // 256 bytes of the smallest type
+  return (case_.rows * width + alignment - 1) / alignment * alignment;
+}
+
 Layers::Part Layers::take(std::int64_t elements, std::int64_t bytes) {
   if (elements == 0) return {};
   constexpr std::int64_t alignment = 256;
@@ -137,8 +142,8 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
     inputs_.push_back({s.heads, 0, 0.5f, {}});
   }
   const std::int64_t element = cuda::bytes_of(c.activations);
-  std::int64_t needed = layers_ * layer_bytes_ + sets_ * c.rows * V * static_cast<std::int64_t>(sizeof(float));
-  for (const Input& i : inputs_) needed += sets_ * c.rows * i.width * element;
+  std::int64_t needed = layers_ * layer_bytes_ + sets_ * set_elements(V) * static_cast<std::int64_t>(sizeof(float));
+  for (const Input& i : inputs_) needed += sets_ * set_elements(i.width) * element;
   std::size_t free = 0, all = 0;
   check(cudaMemGetInfo(&free, &all), "asking for free memory");
   if (static_cast<std::size_t>(needed) > free) {
@@ -147,10 +152,10 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
   }
   memory_ = Buffer(layers_ * layer_bytes_);
   memory_.zero();
-  y_ = Buffer(sets_ * c.rows * V * static_cast<std::int64_t>(sizeof(float)));
+  y_ = Buffer(sets_ * set_elements(V) * static_cast<std::int64_t>(sizeof(float)));
   std::uint64_t seed = 0;
   for (Input& i : inputs_) {
-    const std::int64_t n = sets_ * c.rows * i.width;
+    const std::int64_t n = sets_ * set_elements(i.width);
     i.data = Buffer(n * element);
     fill_normal(c.activations, i.data.at(), n, i.mean, i.deviation, ++seed, stream);
   }
@@ -196,7 +201,7 @@ void Layers::all_hold(std::int64_t records) const {
 
 Activations Layers::input(std::size_t i, std::int64_t set) const {
   const std::int64_t width = inputs_[i].width, element = cuda::bytes_of(case_.activations);
-  return {case_.activations, inputs_[i].data.at(set * case_.rows * width * element), width};
+  return {case_.activations, inputs_[i].data.at(set * set_elements(width) * element), width};
 }
 
 StatePool Layers::on_device(const Pool& pool, std::int64_t layer) const {
@@ -205,7 +210,7 @@ StatePool Layers::on_device(const Pool& pool, std::int64_t layer) const {
 }
 
 void* Layers::y_of(std::int64_t set, Scalar type) const {
-  return y_.at(set * case_.rows * case_.shape.heads * case_.shape.head_dim * cuda::bytes_of(type));
+  return y_.at(set * set_elements(case_.shape.heads * case_.shape.head_dim) * cuda::bytes_of(type));
 }
 
 void Layers::fill(Step& step, std::int64_t layer) const {
@@ -276,7 +281,8 @@ HostSequence Layers::sequence(std::int64_t row, std::int64_t tokens) const {
     std::vector<std::vector<double>> of_set;
     for (std::int64_t set = 0; set < std::min(sets_, tokens); ++set) {
       of_set.push_back(widen(format_of(case_.activations),
-                             inputs_[i].data.at((set * case_.rows + row) * width * element), nullptr, 1, width));
+                             inputs_[i].data.at((set * set_elements(width) + row * width) * element), nullptr, 1,
+                             width));
     }
     std::vector<double> all;
     for (std::int64_t t = joins(row); t < tokens; ++t) {

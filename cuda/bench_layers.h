@@ -51,9 +51,11 @@ class Layers {
   struct Input {
     std::int64_t width;
     float mean, deviation;
-    Buffer data;  // [sets, rows, width]
+    Buffer data;  // [sets, rows, width], a set on set_elements()
   };
 
+  /// From one set of inputs or outputs of this width to the next.
+  std::int64_t set_elements(std::int64_t width) const;
   Part take(std::int64_t elements, std::int64_t bytes);
   template <class T = void>
   T* place(const Part& part, std::int64_t layer) const {
