@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "cuda/check.h"
+#include "cuda/geometry.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
@@ -41,6 +42,13 @@ void run(const AnyStep& step, CUstream_st* stream, Kernel kernel) {
 
 void decode(const Mamba2Step& step, CUstream_st* stream, Kernel kernel) { run(step, stream, kernel); }
 void decode(const DeltaStep& step, CUstream_st* stream, Kernel kernel) { run(step, stream, kernel); }
+
+std::size_t workspace_bytes(const Mamba2Step& step) {
+  return static_cast<std::size_t>(lay_out_workspace(step, false, step.read.codes != nullptr).floats) * sizeof(float);
+}
+std::size_t workspace_bytes(const DeltaStep& step) {
+  return static_cast<std::size_t>(lay_out_workspace(step, true, step.read.codes != nullptr).floats) * sizeof(float);
+}
 
 void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,
                      CUstream_st* stream) {

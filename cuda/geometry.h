@@ -15,7 +15,7 @@ struct Footprint {
   bool scaled;                   ///< the read copy or checkpoint has a scale a row
   bool delta, column_decay, split;
   int ring_bytes;                ///< of an element of the staged ring field, the larger of v and u where both may be
-  int x_bytes;
+  int x_bytes, w_bytes;
   bool matrices;                 ///< flushes use matrix products: one decay a head, a bf16 ring, no u to solve for
   int batch;                     ///< rows that a warp reads at once
 };
@@ -61,9 +61,9 @@ struct Geometry {
   int heads = 0;      ///< heads in a tile, at least 1
   int head_rows = 0;  ///< rows of a head in a tile
   int stages = 0, stage_bytes = 0;
-  int scale = 0, ring = 0, gates = 0, vectors = 0, x = 0;            ///< in a stage, behind the states
-  int w = 0, keys = 0, products = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages
-  int shared_bytes = 0;                                              ///< 0: no layout fits
+  int scale = 0, ring = 0, ring_w = 0, gates = 0, vectors = 0, x = 0;  ///< in a stage, behind the states
+  int w = 0, keys = 0, products = 0, barriers = 0, assignments = 0;    ///< in a block, behind the stages
+  int shared_bytes = 0;                                                ///< 0: no layout fits
 };
 
 /// Stages that fit into shared_limit bytes a block.
@@ -91,6 +91,7 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
   };
   g.scale = take(f.scaled ? tile * 4 : 0);
   g.ring = take(tile * records * f.ring_bytes);
+  g.ring_w = take(records * N * f.w_bytes);
   g.gates = take(g.heads * w.gate_stride * 4);
   g.vectors = take(w.vectors * N * 4);
   g.x = take(tile * f.x_bytes);

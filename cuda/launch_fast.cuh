@@ -57,6 +57,7 @@ Arguments<StepType> arrange(const StepType& step) {
   f.column_decay = has_column_decay(step.shape.recurrence);
   f.split = split;
   f.ring_bytes = bytes(step.ring.v.type);
+  f.w_bytes = bytes(step.ring.w.type);
   f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 ? 16 : 32;
   f.matrices = !f.column_decay && !(delta && split) && step.ring.w.type == Scalar::bf16;
   if constexpr (delta) {
@@ -113,7 +114,8 @@ void launch_one(const StepType& step, cudaStream_t stream) {
     return;
   }
   const std::int64_t units = has_column_decay(recurrence) ? step.shape.heads : step.shape.groups;
-  prepare<<<static_cast<unsigned>(step.rows * units), kPrepareThreads, prepare_shared, stream>>>(arguments);
+  const int prepare_threads_ = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups), has_column_decay(recurrence));
+  prepare<<<static_cast<unsigned>(step.rows * units), static_cast<unsigned>(prepare_threads_), prepare_shared, stream>>>(arguments);
 
   // The states are on their way while the first kernel runs.
   cudaLaunchAttribute overlap{};

@@ -9,7 +9,10 @@
 
 namespace replayssm::cuda {
 
-inline constexpr int kPrepareThreads = 64;
+/// Threads of a block: 16 for each head, so that their decays are worked out side by side.
+constexpr int prepare_threads(int heads_in_group, bool column_decay) {
+  return column_decay ? 64 : std::clamp(heads_in_group * 16 / 32 * 32, 64, 128);
+}
 
 /// log(1 + e^z), as in core/real.h.
 __device__ inline float softplus(float z) { return z > 0 ? z + log1pf(expf(-z)) : log1pf(expf(z)); }
@@ -96,14 +99,14 @@ class Prepare {
   static constexpr bool kDelta = is_delta_rule(recurrence), kColumns = has_column_decay(recurrence);
   using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
   static constexpr int kVectors = output_vectors(kDelta, Split), kEach = N / 32;
-  static constexpr int kWarps = kPrepareThreads / 32;
 
   __device__ Prepare(const Arguments<StepType>& arguments, std::byte* shared)
       : step_(arguments.step),
         at_{arguments.step, arguments.workspace, 0, 0},
         shared_(shared),
         warp_(static_cast<int>(threadIdx.x) / 32),
-        lane_(static_cast<int>(threadIdx.x) % 32) {}
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warps_(static_cast<int>(blockDim.x) / 32) {}
 
   __device__ void run() {
     let_dependents_start();
@@ -167,7 +170,7 @@ class Prepare {
       float* out = at_.vectors(group_, static_cast<int>(step_.shape.groups));
 #pragma unroll
       for (int m = 0; m < (kDelta ? kVectors : 2); ++m) {
-        if (m % kWarps != warp_) continue;
+        if (m % 2 != warp_) continue;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) out[m * N + lane_ * kEach + i] = vector_[m][i];
       }
@@ -177,9 +180,12 @@ class Prepare {
   // ---- one decay a head ---------------------------------------------------------------------------------------------
 
   __device__ void scalars(int in_group) {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 4;
     float* gram = shared();
-    for (int base = warp_ * kAtOnce; base <= held_; base += kWarps * kAtOnce) {
+    Gates first;  // on its way while the products are formed
+    const int h0 = static_cast<int>(threadIdx.x) / 16;
+    if (h0 < in_group) first = load_gates(group_ * in_group + h0, held_);
+    for (int base = warp_ * kAtOnce; base <= held_; base += warps_ * kAtOnce) {
       float sum[kVectors][kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -202,7 +208,12 @@ class Prepare {
       }
     }
     __syncthreads();
-    for (int h = warp_; h < in_group; h += kWarps) decays(group_ * in_group + h, h);
+    // The lanes of a warp go round together: its two heads, or one and a repetition that writes nothing.
+    for (int h = h0; h - h0 < in_group; h += static_cast<int>(blockDim.x) / 16) {
+      const int mine = min(h, in_group - 1);
+      if (h > h0) first = load_gates(group_ * in_group + mine, held_);
+      decays(group_ * in_group + mine, mine, first, h < in_group);
+    }
     if constexpr (kDelta && Split) {
       if (flush_) {
         __syncthreads();
@@ -211,61 +222,73 @@ class Prepare {
     }
   }
 
-  /// Suffix sums, newest first, 32 records at a time; differences of prefix sums would cancel.
-  __device__ void decays(int head, int h) {
+  /// What a lane needs of its record, j = newest - lane % 16, and of the token at hand.
+  struct Gates {
+    float record = 0, rate = 0, gain = 0, gate = 0, bias = 0;
+  };
+  __device__ Gates load_gates(int head, int newest) const {
+    Gates g;
+    const int j = newest - lane_ % 16;
+    g.rate = step_.A_log[head];
+    g.bias = step_.dt_bias[head];
+    if constexpr (kDelta) {
+      g.gain = load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head);
+      g.gate = load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head);
+    } else {
+      g.gain = load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head);
+    }
+    if (j >= 0 && j < held_) g.record = record_gate(head)[j];
+    return g;
+  }
+  /// What the ring holds of a head's decay: dt, or its logarithm.
+  __device__ const float* record_gate(int head) const {
+    return reinterpret_cast<const float*>(at_.records(kDelta ? step_.ring.log_decay : step_.ring.gain, head, 1));
+  }
+
+  /// Suffix sums, newest first, 16 records at a time; differences of prefix sums would cancel. Half a warp a head.
+  __device__ void decays(int head, int h, const Gates& g, bool write) {
     float* out = at_.gates(head);
-    const float rate = -expf(step_.A_log[head]);
-    const auto* gains = reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1));
-    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, 1));
+    const float rate = -expf(g.rate);
     float current_gain, current_log;
     if constexpr (kDelta) {
-      current_gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
-      current_log = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head) + step_.dt_bias[head]);
+      current_gain = step_.beta_scale * sigmoid(g.gain);
+      current_log = rate * softplus(g.gate + g.bias);
     } else {
-      current_gain = softplus(load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head) + step_.dt_bias[head]);
+      current_gain = softplus(g.gain + g.bias);
       if (current_gain < step_.dt_min) current_gain = step_.dt_min;
       if (current_gain > step_.dt_max) current_gain = step_.dt_max;
       current_log = rate * current_gain;
     }
-    float newer = 0;  // sum over the records that are newer than these 32
-    for (int base = held_; base >= 0; base -= 32) {
-      const int j = base - lane_;  // lane 0 is the newest
-      float gain = current_gain, own = current_log;
-      if (j < held_) {
-        own = 0;
-        if (j >= 0) {
-          if constexpr (kDelta) {
-            own = logs[j];
-          } else {
-            gain = gains[j];
-            own = rate * gain;
-          }
-        }
-      }
+    const int lane = lane_ % 16;
+    float newer = 0, record = g.record;  // newer: sum over the records that are newer than these 16
+    for (int base = held_; base >= 0; base -= 16) {
+      const int j = base - lane;  // lane 0 is the newest
+      if (base < held_) record = j >= 0 ? record_gate(head)[j] : 0;
+      const float gain = j == held_ ? current_gain : record;
+      float own = j == held_ ? current_log : kDelta ? record : rate * record;
+      if (j < 0) own = 0;
       if constexpr (kDelta && Split) {
-        if (flush_ && j >= 0) shared()[product_gates() + h * slots() + j] = own;
+        if (flush_ && j >= 0 && write) shared()[product_gates() + h * slots() + j] = own;
       }
       float sum = own;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const float other = __shfl_up_sync(~0u, sum, d);
-        if (lane_ >= d) sum += other;
+      for (int d = 1; d < 16; d *= 2) {
+        const float other = __shfl_up_sync(~0u, sum, d, 16);
+        if (lane >= d) sum += other;
       }
-      float before = __shfl_up_sync(~0u, sum, 1);
-      if (lane_ == 0) before = 0;
-      if (j >= 0) {
+      float before = __shfl_up_sync(~0u, sum, 1, 16);
+      if (lane == 0) before = 0;
+      if (j >= 0 && write) {
         float a = expf(newer + before);
         if constexpr (!kDelta) a *= gain;
         out[4 + j] = a;
 #pragma unroll
         for (int m = 0; m < kVectors; ++m) out[4 + (1 + m) * slots() + j] = a * shared()[m * slots() + j];
       }
-      newer += __shfl_sync(~0u, sum, 31);
+      newer += __shfl_sync(~0u, sum, 15, 16);
     }
-    if (lane_ == 0) {
-      out[0] = expf(newer);
-      out[1] = current_gain;
-      out[2] = skip(head);
+    if (lane == 0 && write) {
+      *reinterpret_cast<float4*>(out) = make_float4(expf(newer), current_gain, skip(head), 0);
       if (!flush_) {
         if constexpr (kDelta) reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, 1))[held_] = current_log;
         if constexpr (!kDelta || Split) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = current_gain;
@@ -288,7 +311,7 @@ class Prepare {
   __device__ void products(int in_group) {
     const auto L = static_cast<int>(step_.length);
     float* keys = shared() + product_keys(in_group);
-    for (int j = warp_; j <= held_; j += kWarps) {
+    for (int j = warp_; j <= held_; j += warps_) {
       float w[kEach];
 #pragma unroll
       for (int e = 0; e < kEach; ++e) w[e] = vector_[1][e];
@@ -298,7 +321,7 @@ class Prepare {
     }
     __syncthreads();
     const int n = held_ + 1;
-    for (int t = static_cast<int>(threadIdx.x); t < n * n; t += kPrepareThreads) {
+    for (int t = static_cast<int>(threadIdx.x); t < n * n; t += static_cast<int>(blockDim.x)) {
       const int i = t / n, j = t % n;
       if (j > i) continue;
       float dot = 1;
@@ -429,7 +452,7 @@ class Prepare {
   const StepType& step_;
   Places<StepType> at_;
   std::byte* const shared_;
-  const int warp_, lane_;
+  const int warp_, lane_, warps_;
   std::byte* ring_w_;
   int unit_, group_, held_;
   bool flush_;
@@ -449,7 +472,7 @@ std::size_t prepare_shared_bytes(const Step& step, int slots) {
 }
 
 template <Recurrence recurrence, int N, bool Split>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(128, 16)
     prepare_kernel(const __grid_constant__ Arguments<typename Prepare<recurrence, N, Split>::StepType> arguments) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   Prepare<recurrence, N, Split>(arguments, shared_memory).run();

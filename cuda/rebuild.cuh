@@ -64,9 +64,7 @@ class Rebuild : public TileType {
     return this->template in_block<float>(kColumns ? geometry_.keys : geometry_.w) + j * N;
   }
   __device__ float* products() const { return this->template in_block<float>(geometry_.products); }
-  __device__ const std::byte* ring_w() const {
-    return at_.records(step_.ring.w, head_ / static_cast<int>(step_.shape.heads / step_.shape.groups), N);
-  }
+  __device__ const std::byte* ring_w() const { return this->template in_shared<std::byte>(geometry_.ring_w); }
   /// The token's own w, unrounded.
   __device__ const float* current_w() const { return this->vector(kColumns ? T::kVectors + 2 : 1); }
 

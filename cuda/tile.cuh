@@ -183,16 +183,21 @@ class Tile {
     const int state_bytes = flush_ ? piece_bytes(0) : g.tile * N * bytes(Read);
     const bool with_scale = flush_ ? scaled(Anchor) : scaled(Read);
     const int x_bytes = g.tile * bytes(values().type), gate_bytes = g.heads * at_.layout.gate_stride * 4;
+    const int w_bytes = flush_ ? held_ * N * bytes(step_.ring.w.type) : 0;  // outputs have its products
     const int vector_bytes = at_.layout.vectors * N * 4, record_bytes = g.head_rows * bytes(field.type);
     if (lane_ == 0) {
       arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
-                                                            gate_bytes + vector_bytes + g.heads * held_ * record_bytes));
+                                                            gate_bytes + vector_bytes + w_bytes + g.heads * held_ * record_bytes));
       const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
       bulk_copy(shared_, flush_ ? anchor_piece(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
       if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
       bulk_copy(shared_ + g.x,
                 static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
                 static_cast<std::uint32_t>(x_bytes), barrier);
+      if (w_bytes > 0) {
+        const auto of = static_cast<int>(step_.shape.heads / step_.shape.groups);
+        bulk_copy(shared_ + g.ring_w, at_.records(step_.ring.w, head_ / of, N), static_cast<std::uint32_t>(w_bytes), barrier);
+      }
     }
     __syncwarp();
     const bool whole_heads = g.head_rows == P;
