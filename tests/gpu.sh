@@ -55,7 +55,7 @@ generator=()
 [[ -f $build/CMakeCache.txt ]] || ! command -v ninja >/dev/null || generator=(-G Ninja)
 stage configure 60 build.log cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DREPLAYSSM_CUDA=ON \
   -DREPLAYSSM_BENCH=OFF "$@" || exit 1
-stage build 300 build.log cmake --build "$build" --parallel "$jobs" --target replayssm cuda_tests || exit 1
+stage build 400 build.log cmake --build "$build" --parallel "$jobs" --target replayssm cuda_tests || exit 1
 
 tests=$build/tests/cuda_tests
 if wanted tests; then
