@@ -136,9 +136,10 @@ std::string layers_json(const Model& model, const RunFacts& facts, const LayerSt
   return out.dump(2) + "\n";
 }
 
-void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const LayerStudy& study) {
+void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& all_tokens,
+                  const LayerStudy& study) {
   TraceWriter file(path);
-  write_run(file, model, facts);
+  write_run(file, model, facts, all_tokens);
   for (std::size_t k = 0; k < study.policies.size(); ++k) {
     const PolicyLayers& policy = study.policies[k];
     for (const LayerErrors& e : policy.layers) {

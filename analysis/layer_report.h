@@ -14,6 +14,7 @@ std::string layers_table(const LayerStudy& study);
 std::string layers_json(const Model& model, const RunFacts& facts, const LayerStudy& study);
 
 /// Writes /run and, for every policy and layer, /layers/NN/policy_K with its errors and curves to an HDF5 file.
-void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const LayerStudy& study);
+void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& all_tokens,
+                  const LayerStudy& study);
 
 }  // namespace replayssm

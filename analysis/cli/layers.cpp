@@ -1,7 +1,6 @@
-#include <chrono>
 #include <iostream>
 
-#include "analysis/cli/study_arguments.h"
+#include "analysis/cli/study_session.h"
 #include "analysis/layer_report.h"
 
 namespace replayssm::cli {
@@ -25,19 +24,21 @@ std::vector<Policy> default_layer_policies() {
 
 int run(const Options& options) {
   StudyInput input(options, "layers", default_layer_policies());
-  const auto start = std::chrono::steady_clock::now();
-  const LayerStudy study =
-      run_layer_study(*input.model, *input.backend, input.tokens, input.policies,
-                      {.threads = options.machine.threads, .chunk_tokens = sample_every, .progress = progress_bar()},
-                      !options.no_attribution);
-  input.facts.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  StudySession session(options, input, {{"attribution", options.no_attribution ? "no" : "yes"}});
+  StudyOptions options_of_study = session.study_options();
+  options_of_study.chunk_tokens = sample_every;
+  LayerStudy study;
+  session.run([&] {
+    study = run_layer_study(*input.model, *input.backend, input.tokens, input.policies, options_of_study,
+                            !options.no_attribution);
+  });
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
               << input.tokens.length << " tokens, " << input.facts.precision << "; relative L2 errors; KL in nats\n\n"
               << layers_table(study);
   }
-  if (!options.output.empty()) write_layers(options.output, *input.model, input.facts, study);
-  if (!options.json.empty()) write_text(options.json, layers_json(*input.model, input.facts, study));
+  session.finish([&](const std::string& path) { write_layers(path, *input.model, input.facts, input.tokens, study); },
+                 [&] { return layers_json(*input.model, input.facts, study); });
   return 0;
 }
 

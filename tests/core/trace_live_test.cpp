@@ -1,0 +1,84 @@
+// Traces that are read while they are written, and made of each other.
+
+#include <gtest/gtest.h>
+#include <hdf5.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/trace.h"
+#include "tests/core/files.h"
+
+namespace replayssm {
+namespace {
+
+class TraceLiveTest : public FilesTest {
+ protected:
+  const string path_ = (folder_ / "run.h5").string();
+};
+
+/// Values that hardly compress.
+std::vector<double> noise(std::size_t count) {
+  std::vector<double> values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = 1 / static_cast<double>((i * 2654435761u) % 1000003 + 1);
+  return values;
+}
+
+// Another process, with HDF5 as it comes, opens the file while it is written: it finds what the last flush brought,
+// whatever the writer has done since.
+TEST_F(TraceLiveTest, IsReadWhileItIsWritten) {
+  const std::vector<double> values = noise(400000);
+  constexpr std::size_t flushed[] = {0, 1000, 1500, 101500};
+  int go[2], done[2];
+  ASSERT_EQ(pipe(go) + pipe(done), 0);
+  const pid_t writer_process = fork();
+  if (writer_process == 0) {
+    char token = 0;
+    TraceWriter writer(path_);
+    writer.appendable("/y", TraceType::float64, {});
+    for (std::size_t i = 0; i < std::size(flushed); ++i) {
+      const std::size_t before = i == 0 ? 0 : flushed[i - 1] + (i == 3 ? 90000 : 0);
+      writer.append("/y", std::span(values).subspan(before, flushed[i] - before));
+      writer.flush();
+      // The chunk that has just been written grows, and something else would fit into the space that it gives up.
+      if (i == 2) writer.append("/y", std::span(values).subspan(flushed[i], 90000));
+      for (int n = 0; n < 300; ++n) {  // more metadata than the library keeps by itself
+        const string name = "/many/" + std::to_string(i) + "/" + std::to_string(n);
+        writer.dataset(name, std::vector<double>(10000), {10000}, {"units", string(1000, 'x')});
+      }
+      if (::write(done[1], &token, 1) != 1 || ::read(go[0], &token, 1) != 1) break;
+    }
+    kill(getpid(), SIGKILL);
+  }
+  struct Ended {  // also where an assertion fails
+    pid_t process;
+    ~Ended() {
+      kill(process, SIGKILL);
+      waitpid(process, nullptr, 0);
+    }
+  } const ended{writer_process};
+  for (const std::size_t rows : flushed) {
+    char token = 0;
+    ASSERT_EQ(::read(done[0], &token, 1), 1);
+    const hid_t file = H5Fopen(path_.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT);
+    ASSERT_GE(file, 0) << rows;
+    const hid_t dataset = H5Dopen2(file, "/y", H5P_DEFAULT), space = H5Dget_space(dataset);
+    std::vector<double> read_values(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space)));
+    EXPECT_EQ(read_values.size(), rows);
+    EXPECT_GE(H5Dread(dataset, H5T_NATIVE_DOUBLE, H5S_ALL, H5S_ALL, H5P_DEFAULT, read_values.data()), 0) << rows;
+    EXPECT_TRUE(std::equal(read_values.begin(), read_values.end(), values.begin())) << rows;
+    H5Sclose(space);
+    H5Dclose(dataset);
+    H5Fclose(file);
+    EXPECT_EQ(TraceReader(path_).read<double>("/y").values, read_values);
+    ASSERT_EQ(::write(go[1], &token, 1), 1);
+  }
+}
+
+}  // namespace
+}  // namespace replayssm
