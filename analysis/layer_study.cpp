@@ -390,8 +390,14 @@ LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& t
   Observer observer(model, backend, tokens, policies, options.threads);
   std::vector<std::vector<LayerErrors>> layers(policies.size());
   options.local = true;
-  options.observe = [&](const LayerChunk& chunk) { observer(chunk); };
-  options.layer_done = [&](std::int64_t) { observer.finish_layer(layers); };
+  options.observe = [&, also = options.observe](const LayerChunk& chunk) {
+    observer(chunk);
+    if (also && chunk.policy < policies.size()) also(chunk);
+  };
+  options.layer_done = [&, also = options.layer_done](std::int64_t layer) {
+    observer.finish_layer(layers);
+    if (also) also(layer);
+  };
   options.archive = [&](Archive& a) { a(layers, observer.sample_tokens()); };
   std::vector<PolicyResult> results = run_study(model, backend, tokens, streams, options);
 

@@ -162,6 +162,7 @@ void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, con
   file.attribute("/run", "device", facts.device);
   file.attribute("/run", "precision", facts.precision);
   file.attribute("/run", "reference", std::string("exact"));
+  file.attribute("/run", "units", std::string("KL and NLL in nats, errors relative L2, lengths in tokens"));
   file.attribute("/run", "threads", std::int64_t{facts.threads});
   file.attribute("/run", "seconds", facts.seconds);
   file.dataset("/run/input_ids", tokens.ids, {tokens.sequences, tokens.length},
@@ -200,6 +201,7 @@ void write_kl(const std::string& path, const Model& model, const RunFacts& facts
     const PolicyResult& result = results[i];
     const std::string group = "/policies/" + std::to_string(i), at = group + "/";
     file.attribute(group, "policy", result.policy.text());
+    file.attribute("/run", "policy_" + std::to_string(i), result.policy.text());
     const auto per_token = [&](const char* name, const char* units, const char* description, auto field) {
       std::vector<double> values;
       for (const TokenDivergence& token : result.tokens) values.push_back(field(token));

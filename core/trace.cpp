@@ -143,6 +143,15 @@ struct TraceWriter::Impl : TraceFile {
     return dataset;
   }
 
+  void describe(const std::string& object, const CodeLayout& layout, bool scaled) {
+    const Quiet quiet;
+    set(object, "format", layout.format);
+    set(object, "block", layout.block);
+    set(object, "scale_layout", layout.scale_layout);
+    set(object, "codes_per_item", layout.codes_per_item);
+    if (scaled) set(object, "scales", object + "_scales");
+  }
+
   void flush() { check_written(H5Fflush(file, H5F_SCOPE_LOCAL), "/", "write"); }
 };
 
@@ -241,13 +250,32 @@ void TraceWriter::codes(const std::string& path, TraceValues codes, const TraceS
     impl_->refuse(path, "expected codes as uint8, uint16 or uint32");
   }
   dataset(path, codes, shape, info);
-  attribute(path, "format", layout.format);
-  attribute(path, "block", layout.block);
-  attribute(path, "scale_layout", layout.scale_layout);
-  attribute(path, "codes_per_item", layout.codes_per_item);
-  if (scales.size == 0) return;
-  dataset(path + "_scales", scales, scales_shape, {.units = "", .description = "scales of " + path});
-  attribute(path, "scales", path + "_scales");
+  impl_->describe(path, layout, scales.size > 0);
+  if (scales.size > 0) dataset(path + "_scales", scales, scales_shape, {"", "scales of " + path});
+}
+
+void TraceWriter::appendable_codes(const std::string& path, TraceType type, const TraceShape& row_shape,
+                                   const CodeLayout& layout, const std::optional<TraceShape>& scales_shape,
+                                   const TraceInfo& info) {
+  appendable(path, type, row_shape, info);
+  impl_->describe(path, layout, scales_shape.has_value());
+  if (scales_shape) appendable(path + "_scales", TraceType::float32, *scales_shape, {"", "scales of " + path});
+}
+
+void TraceWriter::copy(const std::string& from_file, const std::string& object) {
+  const Quiet quiet;
+  impl_->check_open(object);
+  if (impl_->contains(object)) impl_->refuse(object, "the file already has an object of this name");
+  TraceFile from{from_file, {}};
+  from.file = from.open(H5Fopen(from_file.c_str(), H5F_ACC_RDONLY, file_access()), H5Fclose, "/", "open the file");
+  if (!from.is_trace() || from.attribute("/", "complete") != TraceAttribute(std::int64_t{1})) {
+    from.refuse("/", "expected a complete trace to copy from");
+  }
+  if (!from.contains(object)) from.refuse(object, "no such object");
+  const Handle parents(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
+  H5Pset_create_intermediate_group(parents, 1);
+  impl_->check_written(H5Ocopy(from.file, object.c_str(), impl_->file, object.c_str(), H5P_DEFAULT, parents), object,
+                       "copy");
 }
 
 void TraceWriter::flush() {

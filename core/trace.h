@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <ranges>
 #include <string>
 #include <type_traits>
@@ -101,6 +102,14 @@ class TraceWriter {
   /// nothing is converted here.
   void codes(const std::string& path, TraceValues codes, const TraceShape& shape, const CodeLayout& layout,
              TraceValues scales, const TraceShape& scales_shape, const TraceInfo& info = {});
+
+  /// Makes arrays of codes of shape [0, row_shape...] and, where scales_shape is given, of fp32 scales of shape
+  /// [0, scales_shape...] that append() makes longer, described as codes() does.
+  void appendable_codes(const std::string& path, TraceType type, const TraceShape& row_shape, const CodeLayout& layout,
+                        const std::optional<TraceShape>& scales_shape, const TraceInfo& info = {});
+
+  /// Copies a group or dataset with all below it from another trace, which must be complete.
+  void copy(const std::string& from_file, const std::string& object);
 
   /// Brings everything written so far to the file.
   void flush();

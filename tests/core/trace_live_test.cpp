@@ -80,5 +80,56 @@ TEST_F(TraceLiveTest, IsReadWhileItIsWritten) {
   }
 }
 
+TEST_F(TraceLiveTest, CodesGrowFromZeroRows) {
+  TraceWriter writer(path_);
+  const CodeLayout layout{.format = "int4:row", .block = 5, .scale_layout = "row", .codes_per_item = 2};
+  writer.appendable_codes("/s", TraceType::uint8, {2, 3}, layout, TraceShape{2}, {"code", "checkpoint"});
+  writer.appendable_codes("/b", TraceType::uint16, {}, {.format = "bf16", .block = 0, .scale_layout = "none"},
+                          std::nullopt);
+  writer.flush();
+  EXPECT_EQ(TraceReader(path_).shape("/s"), (TraceShape{0, 2, 3}));
+  EXPECT_EQ(TraceReader(path_).shape("/s_scales"), (TraceShape{0, 2}));
+  const std::vector<std::uint8_t> codes = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+  const std::vector<float> scales = {0.5F, 2, 1e-40F, 4};
+  writer.append("/s", codes);
+  writer.append("/s", codes);
+  writer.append("/s_scales", scales);
+  writer.append("/s_scales", scales);
+  writer.finish();
+  const TraceReader reader(path_);
+  EXPECT_EQ(reader.shape("/s"), (TraceShape{4, 2, 3}));
+  EXPECT_EQ(reader.shape("/s_scales"), (TraceShape{4, 2}));
+  EXPECT_EQ(reader.read<std::uint8_t>("/s", {2, 0, 0}, {2, 2, 3}).values, codes);
+  EXPECT_EQ(reader.read<float>("/s_scales", {2, 0}, {2, 2}).values, scales);
+  EXPECT_EQ(reader.attribute("/s", "format"), TraceAttribute("int4:row"));
+  EXPECT_EQ(reader.attribute("/s", "codes_per_item"), TraceAttribute(std::int64_t{2}));
+  EXPECT_EQ(reader.attribute("/s", "scales"), TraceAttribute("/s_scales"));
+  EXPECT_EQ(reader.shape("/b"), (TraceShape{0}));
+  EXPECT_FALSE(reader.contains("/b_scales"));
+}
+
+TEST_F(TraceLiveTest, CopiesFromCompleteTraces) {
+  const string from = (folder_ / "from.h5").string(), cut = (folder_ / "cut.h5").string();
+  const std::vector<double> values = noise(50000);
+  for (const string& path : {from, cut}) {
+    TraceWriter writer(path);
+    writer.appendable("/a/b/x", TraceType::float64, {});
+    writer.append("/a/b/x", values);
+    writer.attribute("/a/b", "kind", string("mamba2"));
+    if (path == from) writer.finish();
+  }
+  TraceWriter writer(path_);
+  expect_error([&] { writer.copy(cut, "/a/b"); }, {cut, "complete"});
+  writer.copy(from, "/a/b");
+  writer.attribute("/a/b", "more", 1.0);
+  expect_error([&] { writer.copy(from, "/a/b"); }, {path_, "/a/b", "already has"});
+  expect_error([&] { writer.copy(from, "/c"); }, {from, "/c", "no such object"});
+  expect_error([&] { writer.copy((folder_ / "none.h5").string(), "/c"); }, {"none.h5", "No such file"});
+  writer.finish();
+  const TraceReader reader(path_);
+  EXPECT_EQ(reader.read<double>("/a/b/x").values, values);
+  EXPECT_EQ(reader.attribute("/a/b", "kind"), TraceAttribute("mamba2"));
+}
+
 }  // namespace
 }  // namespace replayssm
