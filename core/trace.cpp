@@ -72,11 +72,13 @@ struct TraceWriter::Impl : TraceFile {
     std::int64_t row_size;
   };
   std::map<std::string, Growing> growing;
+  Handle guard;         // an object without a name behind all that is on the disk, see flush()
   bool broken = false;  // what is on the disk is no whole HDF5 file
 
   ~Impl() {
     const Quiet quiet;
     for (auto& [name, array] : growing) broken |= array.dataset.close() < 0;
+    guard.close();
     broken |= file >= 0 && H5Fflush(file, H5F_SCOPE_LOCAL) < 0;
     broken |= file.close() < 0;
     if (broken) std::remove(path.c_str());
@@ -152,7 +154,11 @@ struct TraceWriter::Impl : TraceFile {
     if (scaled) set(object, "scales", object + "_scales");
   }
 
-  void flush() { check_written(H5Fflush(file, H5F_SCOPE_LOCAL), "/", "write"); }
+  void flush() {
+    check_written(H5Fflush(file, H5F_SCOPE_LOCAL), "/", "write");
+    // HDF5 gives space at the end of the file back, and then out again: a chunk there that grows would be overwritten.
+    guard = open(H5Gcreate_anon(file, H5P_DEFAULT, H5P_DEFAULT), H5Gclose, "/", "reserve space");
+  }
 };
 
 TraceWriter::TraceWriter(const std::string& path) {
@@ -291,6 +297,7 @@ void TraceWriter::finish() {
   impl_->set("/", "complete", std::int64_t{1});
   impl_->flush();
   impl_->growing.clear();
+  impl_->guard.close();
   impl_->check_written(impl_->file.close(), "/", "close the file");
 }
 

@@ -33,7 +33,7 @@ std::vector<double> noise(std::size_t count) {
 // whatever the writer has done since.
 TEST_F(TraceLiveTest, IsReadWhileItIsWritten) {
   const std::vector<double> values = noise(400000);
-  constexpr std::size_t flushed[] = {0, 1000, 1500, 101500};
+  constexpr std::size_t flushed[] = {0, 1000, 1500, 261500};
   int go[2], done[2];
   ASSERT_EQ(pipe(go) + pipe(done), 0);
   const pid_t writer_process = fork();
@@ -42,15 +42,17 @@ TEST_F(TraceLiveTest, IsReadWhileItIsWritten) {
     TraceWriter writer(path_);
     writer.appendable("/y", TraceType::float64, {});
     for (std::size_t i = 0; i < std::size(flushed); ++i) {
-      const std::size_t before = i == 0 ? 0 : flushed[i - 1] + (i == 3 ? 90000 : 0);
+      const std::size_t before = i == 0 ? 0 : flushed[i - 1] + (i == 3 ? 250000 : 0);
       writer.append("/y", std::span(values).subspan(before, flushed[i] - before));
       writer.flush();
-      // The chunk that has just been written grows, and something else would fit into the space that it gives up.
-      if (i == 2) writer.append("/y", std::span(values).subspan(flushed[i], 90000));
-      for (int n = 0; n < 300; ++n) {  // more metadata than the library keeps by itself
-        const string name = "/many/" + std::to_string(i) + "/" + std::to_string(n);
-        writer.dataset(name, std::vector<double>(10000), {10000}, {"units", string(1000, 'x')});
+      // The chunk that has just been written grows and leaves the library's memory; something else would fit into the
+      // space that it gives up. Then comes more metadata than the library keeps by itself.
+      if (i == 2) writer.append("/y", std::span(values).subspan(flushed[i], 250000));
+      const string group = "/many/" + std::to_string(i) + "/";
+      for (int n = 0; n < 50; ++n) {
+        writer.dataset(group + std::to_string(n), std::vector<double>(10000), {10000});
       }
+      for (int n = 0; n < 6000; ++n) writer.attribute(group + "g" + std::to_string(n), "text", string(1000, 'x'));
       if (::write(done[1], &token, 1) != 1 || ::read(go[0], &token, 1) != 1) break;
     }
     kill(getpid(), SIGKILL);
