@@ -136,15 +136,16 @@ std::string layers_json(const Model& model, const RunFacts& facts, const LayerSt
   return out.dump(2) + "\n";
 }
 
-void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const LayerStudy& study) {
+void write_layers(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& all_tokens,
+                  const LayerStudy& study, const LayerTrace* trace) {
   TraceWriter file(path);
-  write_run(file, model, facts);
+  write_run(file, model, facts, all_tokens);
+  if (trace) trace->copy_to(file);
   for (std::size_t k = 0; k < study.policies.size(); ++k) {
     const PolicyLayers& policy = study.policies[k];
+    file.attribute("/run", "policy_" + std::to_string(k), policy.result.policy.text());
     for (const LayerErrors& e : policy.layers) {
-      char group[64];
-      std::snprintf(group, sizeof group, "/layers/%02lld/policy_%zu", static_cast<long long>(e.layer), k);
-      const std::string at = group;
+      const std::string at = policy_group(e.layer, k);
       file.attribute(at, "policy", policy.result.policy.text());
       file.attribute(at, "kind", e.kind);
       file.attribute(at, "bound_y_local", e.bound);

@@ -4,12 +4,24 @@
 #include <cmath>
 #include <numbers>
 
+#include "analysis/archive.h"
 #include "analysis/bound.h"
 #include "core/delta_rule.h"
 #include "core/mamba2.h"
 #include "core/parallel.h"
 
 namespace replayssm {
+
+// A new field does not compile until it is saved too.
+static void archive(Archive& a, LayerErrors& errors) {
+  auto& [layer, kind, y_local, y_propagated, state_local, state_propagated, checkpoint_local, read_copy_local,
+         y_local_by_head, y_propagated_by_head, state_local_by_head, y_local_by_token, y_propagated_by_token,
+         state_local_by_sample, state_propagated_by_sample, growth, bound, bound_by_head] = errors;
+  a(layer, kind, y_local, y_propagated, state_local, state_propagated, checkpoint_local, read_copy_local,
+    y_local_by_head, y_propagated_by_head, state_local_by_head, y_local_by_token, y_propagated_by_token,
+    state_local_by_sample, state_propagated_by_sample, growth, bound, bound_by_head);
+}
+
 namespace {
 
 double unit_roundoff(Precision precision) { return precision == Precision::fp64 ? 0x1p-53 : 0x1p-24; }
@@ -113,15 +125,15 @@ class Observer {
   Observer(const Model& model, Backend& backend, const Tokens& tokens, const std::vector<Policy>& policies, int threads)
       : model_(model), backend_(backend), tokens_(tokens), policies_(policies), threads_(threads) {}
 
-  /// Layers of one policy, once the study is over.
-  std::vector<LayerErrors> layers_of(std::size_t policy) {
-    std::vector<LayerErrors> out;
+  /// Adds the layer that is done to those of its policies.
+  void finish_layer(std::vector<std::vector<LayerErrors>>& layers) {
     for (auto& [key, errors] : errors_) {
-      if (key.second == policy) out.push_back(finish(errors, collected_.at(key), policies_[policy]));
+      layers[key.second].push_back(finish(errors, collected_.at(key), policies_[key.second]));
     }
-    return out;
+    errors_.clear();
+    collected_.clear();
   }
-  const std::vector<std::int64_t>& sample_tokens() const { return sample_tokens_; }
+  std::vector<std::int64_t>& sample_tokens() { return sample_tokens_; }
 
   void operator()(const LayerChunk& chunk) {
     if (chunk.policy >= policies_.size()) return;  // a stream of the attribution
@@ -376,14 +388,23 @@ LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& t
     }
   }
   Observer observer(model, backend, tokens, policies, options.threads);
+  std::vector<std::vector<LayerErrors>> layers(policies.size());
   options.local = true;
-  options.observe = [&](const LayerChunk& chunk) { observer(chunk); };
+  options.observe = [&, also = options.observe](const LayerChunk& chunk) {
+    observer(chunk);
+    if (also && chunk.policy < policies.size()) also(chunk);
+  };
+  options.layer_done = [&, also = options.layer_done](std::int64_t layer) {
+    observer.finish_layer(layers);
+    if (also) also(layer);
+  };
+  options.archive = [&](Archive& a) { a(layers, observer.sample_tokens()); };
   std::vector<PolicyResult> results = run_study(model, backend, tokens, streams, options);
 
   LayerStudy study;
   std::size_t next = policies.size();
   for (std::size_t i = 0; i < policies.size(); ++i) {
-    PolicyLayers policy{std::move(results[i]), observer.layers_of(i), {}};
+    PolicyLayers policy{std::move(results[i]), std::move(layers[i]), {}};
     if (attribute) {
       const auto count = policy.layers.size();
       policy.attribution = attribution_of({results.begin() + static_cast<std::ptrdiff_t>(next),

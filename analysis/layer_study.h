@@ -81,7 +81,8 @@ struct LayerStudy {
 
 /// Runs a study that compares every layer of every policy with the reference, fed by its own stream (propagated) and by
 /// the reference's (local), in one pass. With `attribute`, each policy also runs on each of its layers alone: as many
-/// more streams, which cost nothing before that layer. `options.observe` and `options.local` are set here.
+/// more streams, which cost nothing before that layer. `options.local` and `archive` are set here; `observe` sees the
+/// chunks of the policies, not those of the attribution.
 LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& tokens,
                            const std::vector<Policy>& policies, StudyOptions options, bool attribute);
 

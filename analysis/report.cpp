@@ -9,6 +9,7 @@
 
 #include "analysis/report_json.h"
 #include "core/error.h"
+#include "core/replace_file.h"
 #include "core/trace.h"
 #include "core/version.h"
 
@@ -128,7 +129,7 @@ Json run_json(const Model& model, const RunFacts& facts) {
             {"type", model.type()},
             {"layers", model.layers().size()},
             {"ssm_layers", model.ssm_layers()},
-            {"sha256", model.sha256()}}},
+            {"sha256", facts.model_sha256}}},
           {"tokens_file", facts.tokens_path},
           {"tokens", facts.tokens},
           {"sequences", facts.sequences},
@@ -147,17 +148,25 @@ std::string kl_json(const Model& model, const RunFacts& facts, const std::vector
   return out.dump(2) + "\n";
 }
 
-void write_run(TraceWriter& file, const Model& model, const RunFacts& facts) {
+void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, const Tokens& tokens) {
   file.attribute("/run", "command", facts.command);
   file.attribute("/run", "version", std::string(version()));
   file.attribute("/run", "build", std::string(build_description()));
   file.attribute("/run", "git", std::string(git_revision()));
   file.attribute("/run", "model", facts.model_path);
   file.attribute("/run", "model_type", model.type());
-  file.attribute("/run", "model_sha256", model.sha256());
+  file.attribute("/run", "model_sha256", facts.model_sha256);
   file.attribute("/run", "tokens_file", facts.tokens_path);
+  file.attribute("/run", "tokens", tokens.length);
+  file.attribute("/run", "sequences", tokens.sequences);
+  file.attribute("/run", "device", facts.device);
   file.attribute("/run", "precision", facts.precision);
   file.attribute("/run", "reference", std::string("exact"));
+  file.attribute("/run", "units", std::string("KL and NLL in nats, errors relative L2, lengths in tokens"));
+  file.attribute("/run", "threads", std::int64_t{facts.threads});
+  file.attribute("/run", "seconds", facts.seconds);
+  file.dataset("/run/input_ids", tokens.ids, {tokens.sequences, tokens.length},
+               {"token id", "the tokens, [sequences, length]"});
 }
 
 void write_text(const std::string& path, const std::string& text) {
@@ -169,10 +178,11 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream out(part, std::ios::binary | std::ios::trunc);
   out << text;
   out.close();
-  if (!out || std::rename(part.c_str(), path.c_str()) != 0) {
+  if (!out) {
     std::remove(part.c_str());
     fail(path, ": cannot be written");
   }
+  replace_file(part, path);
 }
 
 void check_writable(const std::string& path) {
@@ -182,34 +192,20 @@ void check_writable(const std::string& path) {
   std::remove(part.c_str());
 }
 
-struct KlFile::Impl {
-  TraceWriter file;
-  TraceShape shape;
-};
-
-KlFile::KlFile(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
-               const std::vector<Policy>& policies)
-    : impl_(std::make_unique<Impl>(Impl{TraceWriter(path), {tokens.sequences, tokens.length}})) {
-  TraceWriter& file = impl_->file;
-  write_run(file, model, facts);
-  file.dataset("/run/input_ids", tokens.ids, impl_->shape, {"token id", "the tokens, [sequences, length]"});
-  for (std::size_t i = 0; i < policies.size(); ++i) {
-    file.attribute("/policies/" + std::to_string(i), "policy", policies[i].text());
-  }
-  file.flush();
-}
-
-KlFile::~KlFile() = default;
-
-void KlFile::finish(const RunFacts& facts, const std::vector<PolicyResult>& results) {
-  TraceWriter& file = impl_->file;
+void write_kl(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
+              const std::vector<PolicyResult>& results) {
+  TraceWriter file(path);
+  const TraceShape shape = {tokens.sequences, tokens.length};
+  write_run(file, model, facts, tokens);
   for (std::size_t i = 0; i < results.size(); ++i) {
     const PolicyResult& result = results[i];
-    const std::string at = "/policies/" + std::to_string(i) + "/";
+    const std::string group = "/policies/" + std::to_string(i), at = group + "/";
+    file.attribute(group, "policy", result.policy.text());
+    file.attribute("/run", "policy_" + std::to_string(i), result.policy.text());
     const auto per_token = [&](const char* name, const char* units, const char* description, auto field) {
       std::vector<double> values;
       for (const TokenDivergence& token : result.tokens) values.push_back(field(token));
-      file.dataset(at + name, values, impl_->shape, {units, description});
+      file.dataset(at + name, values, shape, {units, description});
     };
     per_token("kl", "nats", "KL(reference || run)", [](const auto& t) { return t.kl; });
     per_token("kl_reverse", "nats", "KL(run || reference)", [](const auto& t) { return t.kl_reverse; });
@@ -220,7 +216,7 @@ void KlFile::finish(const RunFacts& facts, const std::vector<PolicyResult>& resu
               [](const auto& t) { return t.delta_p; });
     std::vector<std::uint8_t> agrees;
     for (const TokenDivergence& token : result.tokens) agrees.push_back(token.top1_agrees);
-    file.dataset(at + "top1_agrees", agrees, impl_->shape, {"", "1 where the most probable token is the same"});
+    file.dataset(at + "top1_agrees", agrees, shape, {"", "1 where the most probable token is the same"});
 
     std::vector<std::int64_t> index, overflows;
     std::vector<double> y, y_local, state, state_local;
@@ -241,13 +237,10 @@ void KlFile::finish(const RunFacts& facts, const std::vector<PolicyResult>& resu
     file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
     file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
     file.dataset(at + "layers/overflows", overflows, layers, {"elements", "finite values beyond the format's range"});
-    file.attribute("/policies/" + std::to_string(i), "bytes_stored_per_sequence",
-                   result.cost.bytes_stored_per_sequence);
-    file.attribute("/policies/" + std::to_string(i), "bytes_moved_per_token", result.cost.bytes_moved_per_token);
-    file.attribute("/policies/" + std::to_string(i), "flushes", result.cost.flushes);
+    file.attribute(group, "bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence);
+    file.attribute(group, "bytes_moved_per_token", result.cost.bytes_moved_per_token);
+    file.attribute(group, "flushes", result.cost.flushes);
   }
-  file.attribute("/run", "seconds", facts.seconds);
-  file.attribute("/run", "threads", std::int64_t{facts.threads});
   file.finish();
 }
 

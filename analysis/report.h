@@ -11,7 +11,7 @@ namespace replayssm {
 
 /// What a report says about the run beside its results.
 struct RunFacts {
-  std::string command, model_path, tokens_path;
+  std::string command, model_path, model_sha256, tokens_path;
   std::int64_t tokens = 0, sequences = 0;
   std::string device = "cpu", precision = "fp64";
   int threads = 1;
@@ -32,18 +32,9 @@ void write_text(const std::string& path, const std::string& text);
 /// Throws what write_text() would throw, before the work is done. Nothing to do for "-" and for no path.
 void check_writable(const std::string& path);
 
-/// The full data of a KL run: /run and /policies/NN with per-token values and per-layer errors, units and policy text
-/// as attributes. begin() before the run marks the file incomplete, write() after it fills and finishes it.
-class KlFile {
- public:
-  KlFile(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
-         const std::vector<Policy>& policies);
-  ~KlFile();
-  void finish(const RunFacts& facts, const std::vector<PolicyResult>& results);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
+/// The full data of a KL run as an HDF5 file: /run and /policies/K with per-token values and per-layer errors, units
+/// and policy text as attributes. Throws Error as TraceWriter does.
+void write_kl(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
+              const std::vector<PolicyResult>& results);
 
 }  // namespace replayssm

@@ -17,7 +17,7 @@ Json run_json(const Model& model, const RunFacts& facts);
 /// The figures of one policy, with its layers.
 Json result_json(const PolicyResult& result);
 
-/// The attributes of /run.
-void write_run(TraceWriter& file, const Model& model, const RunFacts& facts);
+/// The group /run: attributes that say what was run, and the tokens.
+void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, const Tokens& tokens);
 
 }  // namespace replayssm

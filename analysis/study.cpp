@@ -3,10 +3,17 @@
 #include <algorithm>
 #include <cmath>
 
+#include "analysis/archive.h"
 #include "core/error.h"
 #include "core/parallel.h"
 
 namespace replayssm {
+
+static void archive(Archive& a, LayerResult& result) {
+  auto& [layer, kind, y_rel_l2, state_rel_l2, events] = result;  // a new field does not compile until it is saved too
+  a(layer, kind, y_rel_l2, state_rel_l2, events);
+}
+
 namespace {
 
 constexpr std::int64_t compare_rows = 8;  // rows of one task of the comparison
@@ -46,9 +53,19 @@ class Study {
   }
 
   std::vector<PolicyResult> run() {
-    embed();
-    for (std::int64_t layer = 0; layer < std::ssize(model_.layers()); ++layer) run_layer(layer);
-    for (std::int64_t b = 0; b < tokens_.sequences; ++b) compare_sequence(b);
+    const std::int64_t layers = std::ssize(model_.layers());
+    const auto all = [this](Archive& a) { archive_all(a); };
+    if (options_.checkpoint && options_.checkpoint->load(all)) {
+      if (options_.progress) options_.progress(done_, work_);
+    } else {
+      embed();
+    }
+    while (step_ < layers + tokens_.sequences) {
+      step_ < layers ? run_layer(step_) : compare_sequence(step_ - layers);
+      if (step_ < layers && options_.layer_done) options_.layer_done(step_);
+      ++step_;
+      if (options_.checkpoint) options_.checkpoint->save(all);
+    }
     for (PolicyResult& result : results_) result.divergence = summarize(result.tokens, tokens_.length);
     return std::move(results_);
   }
@@ -64,6 +81,38 @@ class Study {
         chunks.push_back(all.range(t, std::min(options_.chunk_tokens, all.rows - t)));
       }
       for (Stream& stream : streams_) stream.hidden.push_back(chunks);
+    }
+  }
+
+  /// All that the steps so far have left.
+  void archive_all(Archive& a) {
+    a(step_, done_);
+    for (PolicyResult& result : results_) a(result.layers, result.tokens);
+    for (Stream& stream : streams_) archive_stream(a, stream);
+    if (options_.archive) options_.archive(a);
+  }
+
+  void archive_stream(Archive& a, Stream& stream) {
+    stream.hidden.resize(static_cast<std::size_t>(tokens_.sequences));
+    std::vector<double> values;  // holds fp32 exactly too
+    for (std::size_t b = 0; b < stream.hidden.size(); ++b) {
+      const std::vector<Tensor>& reference = streams_[0].hidden[b];
+      std::vector<Tensor>& chunks = stream.hidden[b];
+      bool same = !a.reading() && &stream != &streams_[0] && chunks[0].storage == reference[0].storage;
+      a(same);
+      if (same) {
+        chunks = reference;
+        continue;
+      }
+      const std::int64_t size = options_.chunk_tokens, columns = model_.hidden();
+      chunks.resize(static_cast<std::size_t>((tokens_.length + size - 1) / size));
+      for (std::size_t c = 0; c < chunks.size(); ++c) {
+        const std::int64_t rows = std::min(size, tokens_.length - static_cast<std::int64_t>(c) * size);
+        values.resize(static_cast<std::size_t>(rows * columns));
+        if (!a.reading()) backend_.read(chunks[c], values.data());
+        a(values);
+        if (a.reading()) chunks[c] = backend_.write(values.data(), rows, columns);
+      }
     }
   }
 
@@ -157,6 +206,7 @@ class Study {
     const auto& chunks = streams_[0].hidden[static_cast<std::size_t>(b)];
     std::int64_t first = 0;
     for (std::size_t c = 0; c < chunks.size(); ++c) {
+      if (options_.interrupted && options_.interrupted()) stop();
       const std::int64_t rows = chunks[c].rows;
       body(c, first);
       first += rows;
@@ -229,8 +279,16 @@ class Study {
     backend_.read(model_.logits(backend_, model_.final_norm(backend_, hidden)), out.data());
   }
 
+  [[noreturn]] void stop() const {
+    const std::int64_t layers = std::ssize(model_.layers());
+    const std::string where =
+        step_ < layers ? "in layer " + std::to_string(step_) + " of " + std::to_string(layers) : "behind the last layer";
+    throw Interrupted("interrupted " + where);
+  }
+
   void step() {
-    if (options_.progress) options_.progress(++done_, work_);
+    ++done_;
+    if (options_.progress) options_.progress(done_, work_);
   }
 
   const Model& model_;
@@ -239,6 +297,7 @@ class Study {
   const StudyOptions& options_;
   std::vector<Stream> streams_;  // the reference first
   std::vector<PolicyResult> results_;
+  std::int64_t step_ = 0;  // layers that are done, and then sequences that are compared
   std::int64_t done_ = 0, work_ = 0;
 };
 
@@ -303,6 +362,7 @@ void check_policy(const Model& model, const Policy& policy, std::int64_t tokens)
 std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const Tokens& tokens,
                                     const std::vector<Policy>& policies, const StudyOptions& options) {
   if (tokens.ids.empty()) fail("a study needs at least one token");
+  if (options.chunk_tokens < 1) fail("a study needs chunks of at least 1 token, found ", options.chunk_tokens);
   for (const Policy& policy : policies) check_policy(model, policy, tokens.length);
   return Study(model, backend, tokens, policies, options).run();
 }

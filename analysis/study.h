@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -44,16 +45,45 @@ struct LayerChunk {
   RecurrentState &reference, &propagated, &local;  ///< states after the chunk
 };
 
+class Archive;
+
+/// Where a study keeps what it has done, to go on from there another time.
+class StudyCheckpoint {
+ public:
+  virtual ~StudyCheckpoint() = default;
+  /// Gives what was saved last to `take` and returns true; returns false where nothing was saved.
+  virtual bool load(const std::function<void(Archive&)>& take) = 0;
+  /// Called whenever all tokens are through a layer, or a sequence is compared. Puts what `give` writes in the place of
+  /// what was saved before, or leaves that.
+  virtual void save(const std::function<void(Archive&)>& give) = 0;
+};
+
+/// What a study throws when it was asked to stop. The message says how far it got.
+class Interrupted : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// How a study goes about it.
 struct StudyOptions {
   int threads = 1;
   /// Also runs every policy on the reference's layer inputs, which doubles the work of the recurrences.
   bool local = false;
-  /// Tokens that go through a layer together.
+  /// Tokens that go through a layer together, at least 1.
   std::int64_t chunk_tokens = 512;
   Progress progress = {};
   /// Called for every chunk of every SSM layer and policy that covers the layer; needs `local`.
   std::function<void(const LayerChunk&)> observe = {};
+  /// Asked before every chunk, from the calling thread; true ends the study, which throws Interrupted.
+  std::function<bool()> interrupted = {};
+  /// Where to save the hidden states and results so far, and what to go on from; null: nowhere. Whoever saves answers
+  /// for it that model, tokens, policies, precision and the options that results depend on are those it was saved with;
+  /// then results are the same, bit for bit, as those of a run in one go.
+  StudyCheckpoint* checkpoint = nullptr;
+  /// Called when all tokens are through a model layer, before that is saved.
+  std::function<void(std::int64_t layer)> layer_done = {};
+  /// Adds what an observer keeps of the layers that are done to what is saved, or takes it back.
+  std::function<void(Archive&)> archive = {};
 };
 
 /// One policy against the reference.
@@ -75,8 +105,8 @@ struct PolicyResult {
 /// rounded. Every step decodes from a zero state, one token after the other. The study is layer-major: one layer's
 /// weights are read once and every stream is taken through it, so that memory is one layer and the streams; logits
 /// [tokens, vocabulary] exist a block at a time. Results are the same for any number of threads.
-/// Throws Error for no tokens, an id outside the vocabulary, a policy that does not fit the model, or one that names a
-/// rounded format and would read nothing rounded back in so few tokens.
+/// Throws Error for no tokens, an id outside the vocabulary, chunks of no tokens, a policy that does not fit the model,
+/// or one that names a rounded format and would read nothing rounded back in so few tokens; Interrupted when asked to.
 std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const Tokens& tokens,
                                     const std::vector<Policy>& policies, const StudyOptions& options);
 

@@ -135,6 +135,9 @@ class Backend {
   virtual SquaredError squared_error(const Tensor& x, const Tensor& reference) = 0;
   /// Copies to host memory, [rows, columns], widened to binary64.
   virtual void read(const Tensor& x, double* out) = 0;
+  /// A tensor of values [rows, columns] from host memory, rounded to the backend's precision; what read() gave comes
+  /// back as it was.
+  virtual Tensor write(const double* values, std::int64_t rows, std::int64_t columns) = 0;
 };
 
 /// The CPU reference: Eigen for matrix products, `threads` threads, results independent of their number.

@@ -267,6 +267,14 @@ class ReferenceBackend : public Backend {
     for_rows(x.rows, [&](std::int64_t t) { std::copy_n(row(x, t), x.columns, out + t * x.columns); });
   }
 
+  Tensor write(const double* values, std::int64_t rows, std::int64_t columns) override {
+    Tensor x = make(rows, columns);
+    for_rows(rows, [&](std::int64_t t) {
+      for (std::int64_t i = 0; i < columns; ++i) row(x, t)[i] = static_cast<Real>(values[t * columns + i]);
+    });
+    return x;
+  }
+
  private:
   static Tensor make(std::int64_t rows, std::int64_t columns) {
     // The row length is rounded up to whole cache lines: vector code then splits every row the same way, whatever the

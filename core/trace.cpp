@@ -1,6 +1,7 @@
 #include "core/trace.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -30,8 +31,11 @@ Dims chunk_of(Dims shape, std::int64_t value_bytes) {
   return shape;
 }
 
-void check_replaceable(const std::string& path) {
+}  // namespace
+
+void check_trace_path(const std::string& path) {
   namespace fs = std::filesystem;
+  const Quiet quiet;
   std::error_code error;
   const fs::file_status status = fs::status(path, error);
   const fs::path folder = fs::path(path).has_parent_path() ? fs::path(path).parent_path() : fs::path(".");
@@ -40,7 +44,8 @@ void check_replaceable(const std::string& path) {
     return;
   }
   if (fs::is_directory(status)) fail("trace file ", path, ": expected a file, found a folder");
-  const TraceFile old{path, Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose)};
+  const Handle access = file_access();  // closing it would clear the reason of a failure
+  const TraceFile old{path, Handle(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access), H5Fclose)};
   if (old.file < 0) {
     fail("trace file ", path, ": expected no file or an earlier trace, found one that is left as it is: ", reason());
   }
@@ -50,7 +55,14 @@ void check_replaceable(const std::string& path) {
   }
 }
 
-}  // namespace
+static bool may_replace(const std::string& path) {
+  try {
+    check_trace_path(path);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
 
 struct TraceWriter::Impl : TraceFile {
   struct Growing {
@@ -60,6 +72,23 @@ struct TraceWriter::Impl : TraceFile {
     std::int64_t row_size;
   };
   std::map<std::string, Growing> growing;
+  Handle guard;         // an object without a name behind all that is on the disk, see flush()
+  bool broken = false;  // what is on the disk is no whole HDF5 file
+
+  ~Impl() {
+    const Quiet quiet;
+    for (auto& [name, array] : growing) broken |= array.dataset.close() < 0;
+    guard.close();
+    broken |= file >= 0 && H5Fflush(file, H5F_SCOPE_LOCAL) < 0;
+    broken |= file.close() < 0;
+    if (broken) std::remove(path.c_str());
+  }
+
+  // check() of what brings data to the disk.
+  void check_written(herr_t result, const std::string& object, const char* action) {
+    broken |= result < 0;
+    check(result, object, action);
+  }
 
   void check_open(const std::string& object) const {
     if (file < 0) refuse(object, "the trace is already finished");
@@ -116,24 +145,40 @@ struct TraceWriter::Impl : TraceFile {
     return dataset;
   }
 
-  void flush() { check(H5Fflush(file, H5F_SCOPE_LOCAL), "/", "write"); }
+  void describe(const std::string& object, const CodeLayout& layout, bool scaled) {
+    const Quiet quiet;
+    set(object, "format", layout.format);
+    set(object, "block", layout.block);
+    set(object, "scale_layout", layout.scale_layout);
+    set(object, "codes_per_item", layout.codes_per_item);
+    if (scaled) set(object, "scales", object + "_scales");
+  }
+
+  void flush() {
+    check_written(H5Fflush(file, H5F_SCOPE_LOCAL), "/", "write");
+    // HDF5 gives space at the end of the file back, and then out again: a chunk there that grows would be overwritten.
+    guard = open(H5Gcreate_anon(file, H5P_DEFAULT, H5P_DEFAULT), H5Gclose, "/", "reserve space");
+  }
 };
 
 TraceWriter::TraceWriter(const std::string& path) {
   const Quiet quiet;
-  check_replaceable(path);
-  impl_ = std::make_unique<Impl>();
-  impl_->path = path;
-  impl_->file =
-      impl_->open(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT), H5Fclose, "/", "make the file");
+  check_trace_path(path);
+  auto impl = std::make_unique<Impl>();
+  impl->path = path;
   try {
-    impl_->set("/", "producer", kProducer);
-    impl_->set("/", "complete", std::int64_t{0});
-    impl_->flush();
-  } catch (const Error&) {  // what is on the disk is no trace, which the next run would refuse to replace
-    std::filesystem::remove(path);
+    impl->file = impl->open(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, file_creation(), file_access()), H5Fclose, "/",
+                            "make the file");
+  } catch (const Error&) {
+    impl->broken = !may_replace(path);  // cut off before it began, where the disk is full
     throw;
   }
+  impl->broken = true;  // until it has the mark of a trace, without which the next run would refuse to replace it
+  impl->set("/", "producer", kProducer);
+  impl->set("/", "complete", std::int64_t{0});
+  impl->flush();
+  impl->broken = false;
+  impl_ = std::move(impl);
 }
 
 TraceWriter::~TraceWriter() = default;
@@ -156,9 +201,10 @@ void TraceWriter::dataset(const std::string& path, TraceValues values, const Tra
   const TypeRow type = type_row(values.type);
   const Dims dims = dims_of(shape);
   const Dims chunk = values.size >= kChunkFrom / type.bytes ? chunk_of(dims, type.bytes) : Dims{};
-  const Handle dataset = impl_->create(path, values.type, dims, dims, chunk, info);
+  Handle dataset = impl_->create(path, values.type, dims, dims, chunk, info);
   if (values.size == 0) return;
-  impl_->check(H5Dwrite(dataset, type.memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data), path, "write");
+  impl_->check_written(H5Dwrite(dataset, type.memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data), path, "write");
+  impl_->check_written(dataset.close(), path, "write");
 }
 
 void TraceWriter::appendable(const std::string& path, TraceType type, const TraceShape& row_shape,
@@ -198,7 +244,7 @@ void TraceWriter::append(const std::string& path, TraceValues values) {
   impl_->check(H5Sselect_hyperslab(file_space, H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr), path,
                "select rows");
   const Handle memory_space(H5Screate_simple(static_cast<int>(block.size()), block.data(), nullptr), H5Sclose);
-  impl_->check(
+  impl_->check_written(
       H5Dwrite(array.dataset, type_row(values.type).memory, memory_space, file_space, H5P_DEFAULT, values.data), path,
       "write");
   array.dims = dims;
@@ -210,13 +256,32 @@ void TraceWriter::codes(const std::string& path, TraceValues codes, const TraceS
     impl_->refuse(path, "expected codes as uint8, uint16 or uint32");
   }
   dataset(path, codes, shape, info);
-  attribute(path, "format", layout.format);
-  attribute(path, "block", layout.block);
-  attribute(path, "scale_layout", layout.scale_layout);
-  attribute(path, "codes_per_item", layout.codes_per_item);
-  if (scales.size == 0) return;
-  dataset(path + "_scales", scales, scales_shape, {.units = "", .description = "scales of " + path});
-  attribute(path, "scales", path + "_scales");
+  impl_->describe(path, layout, scales.size > 0);
+  if (scales.size > 0) dataset(path + "_scales", scales, scales_shape, {"", "scales of " + path});
+}
+
+void TraceWriter::appendable_codes(const std::string& path, TraceType type, const TraceShape& row_shape,
+                                   const CodeLayout& layout, const std::optional<TraceShape>& scales_shape,
+                                   const TraceInfo& info) {
+  appendable(path, type, row_shape, info);
+  impl_->describe(path, layout, scales_shape.has_value());
+  if (scales_shape) appendable(path + "_scales", TraceType::float32, *scales_shape, {"", "scales of " + path});
+}
+
+void TraceWriter::copy(const std::string& from_file, const std::string& object) {
+  const Quiet quiet;
+  impl_->check_open(object);
+  if (impl_->contains(object)) impl_->refuse(object, "the file already has an object of this name");
+  TraceFile from{from_file, {}};
+  from.file = from.open(H5Fopen(from_file.c_str(), H5F_ACC_RDONLY, file_access()), H5Fclose, "/", "open the file");
+  if (!from.is_trace() || from.attribute("/", "complete") != TraceAttribute(std::int64_t{1})) {
+    from.refuse("/", "expected a complete trace to copy from");
+  }
+  if (!from.contains(object)) from.refuse(object, "no such object");
+  const Handle parents(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
+  H5Pset_create_intermediate_group(parents, 1);
+  impl_->check_written(H5Ocopy(from.file, object.c_str(), impl_->file, object.c_str(), H5P_DEFAULT, parents), object,
+                       "copy");
 }
 
 void TraceWriter::flush() {
@@ -232,7 +297,8 @@ void TraceWriter::finish() {
   impl_->set("/", "complete", std::int64_t{1});
   impl_->flush();
   impl_->growing.clear();
-  impl_->check(impl_->file.close(), "/", "close the file");
+  impl_->guard.close();
+  impl_->check_written(impl_->file.close(), "/", "close the file");
 }
 
 struct TraceReader::Impl : TraceFile {
@@ -245,7 +311,7 @@ struct TraceReader::Impl : TraceFile {
 TraceReader::TraceReader(const std::string& path) : impl_(std::make_unique<Impl>()) {
   const Quiet quiet;
   impl_->path = path;
-  impl_->file = impl_->open(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose, "/", "open the file");
+  impl_->file = impl_->open(H5Fopen(path.c_str(), H5F_ACC_RDONLY, file_access()), H5Fclose, "/", "open the file");
   if (!impl_->is_trace()) impl_->refuse("/", "expected a trace, found an HDF5 file of another program");
 }
 

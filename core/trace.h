@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <ranges>
 #include <string>
 #include <type_traits>
@@ -63,16 +64,21 @@ struct CodeLayout {
   std::int64_t codes_per_item = 1;  ///< codes packed into one stored item, the first in the lowest bits
 };
 
+/// Throws Error, touching nothing, if `path` is what a TraceWriter would not make or replace: anything but an earlier
+/// trace, a folder included, or a name in a folder that does not exist.
+void check_trace_path(const std::string& path);
+
 /// Writes one trace. Object paths are absolute ("/layers/0/y"); groups are made as needed; an object is made once.
 ///
 /// The root carries `producer` = "replayssm" and `complete`, which is 0 until finish() makes it 1: what a killed run
-/// leaves is readable up to the last flush() and says that it is incomplete. (A full disk is an error at once, but may
-/// leave a file that HDF5 cannot open.) Every member throws Error naming file and object if HDF5 refuses, the disk is
-/// full or the writer is finished.
+/// leaves is readable up to the last flush() and says that it is incomplete. Another process may open the file between
+/// one flush() and the next, without waiting, and reads what the first of them brought; no lock is taken, and that no
+/// two writers share a file is for those who start them to see to. Every member throws Error naming file and object if
+/// HDF5 refuses, the disk is full or the writer is finished; what a full disk has cut is removed with the writer.
 class TraceWriter {
  public:
-  /// Creates the file and flushes it. Replaces an earlier trace at `path`; throws Error, leaving what is there
-  /// untouched, if that is anything else, a folder included, or if the file cannot be made.
+  /// Creates the file and flushes it. Replaces an earlier trace at `path`; throws Error as check_trace_path() does, or
+  /// if the file cannot be made.
   explicit TraceWriter(const std::string& path);
   /// Closes the file; without finish() it stays marked incomplete.
   ~TraceWriter();
@@ -96,6 +102,14 @@ class TraceWriter {
   /// nothing is converted here.
   void codes(const std::string& path, TraceValues codes, const TraceShape& shape, const CodeLayout& layout,
              TraceValues scales, const TraceShape& scales_shape, const TraceInfo& info = {});
+
+  /// Makes arrays of codes of shape [0, row_shape...] and, where scales_shape is given, of fp32 scales of shape
+  /// [0, scales_shape...] that append() makes longer, described as codes() does.
+  void appendable_codes(const std::string& path, TraceType type, const TraceShape& row_shape, const CodeLayout& layout,
+                        const std::optional<TraceShape>& scales_shape, const TraceInfo& info = {});
+
+  /// Copies a group or dataset with all below it from another trace, which must be complete.
+  void copy(const std::string& from_file, const std::string& object);
 
   /// Brings everything written so far to the file.
   void flush();

@@ -80,6 +80,29 @@ class Handle {
   Close close_ = nullptr;
 };
 
+// Without HDF5's file locks: a reader may open what is being written. Nothing but a flush brings metadata to the disk, so
+// that between two of them the file is consistent.
+inline Handle file_access() {
+  Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+  H5Pset_file_locking(access, false, true);
+  H5AC_cache_config_t cache;
+  cache.version = H5AC__CURR_CACHE_CONFIG_VERSION;
+  H5Pget_mdc_config(access, &cache);
+  cache.evictions_enabled = false;
+  cache.incr_mode = H5C_incr__off;
+  cache.flash_incr_mode = H5C_flash_incr__off;
+  cache.decr_mode = H5C_decr__off;
+  H5Pset_mdc_config(access, &cache);
+  return access;
+}
+
+// Space that is given up stays as it is: what an earlier flush refers to is never overwritten.
+inline Handle file_creation() {
+  Handle creation(H5Pcreate(H5P_FILE_CREATE), H5Pclose);
+  H5Pset_file_space_strategy(creation, H5F_FSPACE_STRATEGY_NONE, false, 1);
+  return creation;
+}
+
 struct TypeRow {
   TraceType type;
   hid_t stored, memory;

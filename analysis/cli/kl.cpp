@@ -1,8 +1,6 @@
-#include <chrono>
 #include <iostream>
-#include <optional>
 
-#include "analysis/cli/study_arguments.h"
+#include "analysis/cli/study_session.h"
 
 namespace replayssm::cli {
 namespace {
@@ -13,13 +11,11 @@ struct Options : StudyArguments {
 
 int run(const Options& options) {
   StudyInput input(options, "kl", default_policies());
-  std::optional<KlFile> file;
-  if (!options.output.empty()) file.emplace(options.output, *input.model, input.facts, input.tokens, input.policies);
-  const auto start = std::chrono::steady_clock::now();
-  const auto results =
-      run_study(*input.model, *input.backend, input.tokens, input.policies,
-                {.threads = options.machine.threads, .local = options.local, .progress = progress_bar()});
-  input.facts.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  StudySession session(options, input, {{"local", options.local ? "yes" : "no"}});
+  StudyOptions study = session.study_options();
+  study.local = options.local;
+  std::vector<PolicyResult> results;
+  session.run([&] { results = run_study(*input.model, *input.backend, input.tokens, input.policies, study); });
 
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
@@ -27,8 +23,8 @@ int run(const Options& options) {
               << results.front().divergence.nll_reference << " nats/token, KL in nats\n"
               << kl_table(results);
   }
-  if (file) file->finish(input.facts, results);
-  if (!options.json.empty()) write_text(options.json, kl_json(*input.model, input.facts, results));
+  session.finish([&](const std::string& path) { write_kl(path, *input.model, input.facts, input.tokens, results); },
+                 [&] { return kl_json(*input.model, input.facts, results); });
   return 0;
 }
 

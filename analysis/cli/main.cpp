@@ -96,6 +96,10 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     std::cerr << "replayssm: " << cli::one_line(error.what()) << " (see --help)\n";
+  } catch (const Interrupted& stop) {
+    constexpr int ended_by_interrupt = 130;  // what a shell reports of a program that Ctrl-C has killed
+    std::cerr << (isatty(STDERR_FILENO) ? "\n" : "") << "replayssm: " << cli::one_line(stop.what()) << "\n";
+    return ended_by_interrupt;
   } catch (const std::exception& error) {
     std::cerr << "replayssm: " << cli::one_line(error.what()) << "\n";
   }

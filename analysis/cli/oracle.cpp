@@ -129,6 +129,7 @@ int run(Options options) {
   const auto backend = reference_backend(Precision::fp64, options.oracle.threads);
   RunFacts facts{.command = "oracle",
                  .model_path = options.model,
+                 .model_sha256 = options.json.empty() ? "" : model->sha256(),
                  .tokens_path = options.tokens,
                  .tokens = tokens.length,
                  .sequences = 1,

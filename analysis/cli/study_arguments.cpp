@@ -57,6 +57,7 @@ void StudyArguments::add_to(CLI::App& app) {
       ->allow_extra_args(false);
   app.add_option("--json", json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");
+  app.add_flag("--resume", resume, "Go on with an interrupted run of the same command from FILE.parts beside its file");
   machine.add_to(app);
 }
 
@@ -69,9 +70,10 @@ StudyInput::StudyInput(const StudyArguments& arguments, const std::string& comma
   backend = arguments.machine.backend();
   check_vocabulary(tokens, *model, arguments.tokens_file);
   for (const Policy& policy : policies) check_policy(*model, policy, tokens.length);
-  check_writable(arguments.json);
+  const bool report = !arguments.json.empty() || !arguments.output.empty();
   facts = {.command = command,
            .model_path = arguments.model,
+           .model_sha256 = report ? model->sha256() : "",
            .tokens_path = arguments.tokens_file,
            .tokens = tokens.length,
            .sequences = tokens.sequences,

@@ -1,11 +1,9 @@
-// The command kl: its report, its file, and what is left when it is ended half way.
+// The command kl: its report and its file.
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
 #include <limits>
-#include <thread>
 
 #include "core/trace.h"
 #include "tests/support/process.h"
@@ -208,58 +206,6 @@ TEST_F(KlCommandTest, FileHoldsEveryToken) {
     }
   }
 }
-
-class InterruptTest : public KlCommandTest, public testing::WithParamInterface<int> {
- protected:
-  /// Waits until a copy of the file names the last policy: the writer itself keeps its file locked.
-  void wait_for_begin(const Process& process, const string& last_policy) const {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      std::error_code ignored;
-      fs::copy_file(path("x.h5"), path("copy.h5"), fs::copy_options::overwrite_existing, ignored);
-      try {
-        if (TraceReader(path("copy.h5")).contains(last_policy)) return;
-      } catch (const Error&) {  // not that far yet
-      }
-    }
-    process.send(SIGKILL);
-    FAIL() << "the run never got to its first layer";
-  }
-};
-
-TEST_P(InterruptTest, LeavesAFileThatSaysSo) {
-  // All of a trained model's tokens under nine policies: seconds of work behind the beginning of the file.
-  const string model = string(REPLAYSSM_DATA) + "/mamba2-5m";
-  const string other = write("other.h5", "not ours").string();
-  const Process process =
-      start({"kl", model, "--tokens", string(REPLAYSSM_DATA) + "/sherlock.safetensors", "--max-tokens", "20000",
-             "--threads", "1", "--output", path("x.h5"), "--json", path("x.json")});
-  wait_for_begin(process, "/policies/8");
-  process.send(GetParam());
-  EXPECT_EQ(process.wait(), -GetParam());
-  {
-    const TraceReader file(path("x.h5"));
-    EXPECT_FALSE(file.complete());
-    EXPECT_EQ(std::get<string>(file.attribute("/policies/0", "policy")), "eager(state=bf16)");
-    EXPECT_EQ(std::get<string>(file.attribute("/policies/8", "policy")), "replay(L=16, anchor=fp32, read=int8:row)");
-    EXPECT_EQ(std::get<string>(file.attribute("/run", "model_type")), "mamba2");
-    EXPECT_EQ(file.shape("/run/input_ids"), (TraceShape{1, 20000}));
-    EXPECT_FALSE(file.contains("/policies/0/kl"));
-  }
-  EXPECT_EQ(read_text(other), "not ours");
-  EXPECT_FALSE(fs::exists(path("x.json")));
-
-  const Json report = json(kl({"-p", "eager(state=bf16)", "--output", path("x.h5")}));
-  const TraceReader file(path("x.h5"));
-  EXPECT_TRUE(file.complete());
-  EXPECT_FALSE(file.contains("/policies/1"));
-  EXPECT_EQ(file.read<double>("/policies/0/kl").values.size(), 45u);
-  EXPECT_EQ(read_text(other), "not ours");
-}
-
-INSTANTIATE_TEST_SUITE_P(Signals, InterruptTest, testing::Values(SIGKILL, SIGINT),
-                         [](const auto& signal) { return string(signal.param == SIGKILL ? "Kill" : "Interrupt"); });
 
 }  // namespace
 }  // namespace replayssm

@@ -293,12 +293,13 @@ TEST_F(TraceTest, NoSpaceLeft) {
       });
       const bool named = message.find(path_) != string::npos && message.find("File too large") != string::npos &&
                          message.find('\n') == string::npos;
-      std::exit(named ? 0 : 1);  // with all that a process does at its end
+      // With all that a process does at its end; but HDF5 leaks a kilobyte where it cannot even make the file, which a
+      // leak checker would report there.
+      limit > 100 ? std::exit(named ? 0 : 1) : _exit(named ? 0 : 1);
     });
     EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << limit;
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << limit << ": " << status;
-    EXPECT_EQ(fs::exists(path_), limit >= 20000) << limit;  // a file too small for the mark of a trace is removed
-    fs::remove(path_);
+    EXPECT_FALSE(fs::exists(path_)) << limit;
   }
 }
 

@@ -26,6 +26,7 @@ class Process {
     arguments.push_back(nullptr);
     pid_ = fork();
     if (pid_ != 0) return;
+    signal(SIGINT, SIG_DFL);  // ignored where the tests run in the background of a script
     redirect(out_, STDOUT_FILENO);
     redirect(err_, STDERR_FILENO);
     execv(arguments[0], arguments.data());
