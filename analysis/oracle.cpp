@@ -6,10 +6,9 @@
 #include <mutex>
 #include <utility>
 
-#include "core/delta_rule.h"
+#include "analysis/head_inputs.h"
 #include "core/error.h"
 #include "core/literal.h"
-#include "core/mamba2.h"
 #include "core/parallel.h"
 #include "core/state.h"
 
@@ -18,54 +17,6 @@ namespace {
 
 constexpr std::int64_t block_tokens = 64;  // tokens between two looks at the state
 constexpr std::int64_t task_rows = 8;      // rows of the state that one task advances
-
-/// What one head is fed over a block of tokens: the fields of Mamba2Inputs or DeltaInputs in their order, [tokens,
-/// width] each.
-struct RawHead {
-  RecurrenceShape shape;  ///< of this head alone
-  std::int64_t tokens = 0;
-  std::vector<std::vector<double>> fields;
-  std::vector<double> A_log, dt_bias;
-  double dt_min = 0, dt_max = 0, beta_scale = 1;
-};
-
-std::vector<double> columns(Backend& backend, const Tensor& x, std::int64_t first, std::int64_t count) {
-  std::vector<double> out(static_cast<std::size_t>(x.rows * count));
-  backend.read(x.slice(first, count), out.data());
-  return out;
-}
-
-std::vector<double> elements(const TensorView& weight, std::int64_t first, std::int64_t count) {
-  std::vector<double> out(static_cast<std::size_t>(count));
-  widen(weight, static_cast<std::size_t>(first), out.size(), out.data());
-  return out;
-}
-
-RawHead raw_head(Backend& backend, const Mamba2Call& call, std::int64_t head) {
-  const auto& [recurrence, heads, groups, P, N] = call.shape;
-  const std::int64_t group = call.shape.group(head) * N;
-  return {.shape = {recurrence, 1, 1, P, N},
-          .tokens = call.x.rows,
-          .fields = {columns(backend, call.x, head * P, P), columns(backend, call.B, group, N),
-                     columns(backend, call.C, group, N), columns(backend, call.dt, head, 1)},
-          .A_log = elements(*call.A_log, head, 1),
-          .dt_bias = elements(*call.dt_bias, head, 1),
-          .dt_min = call.dt_min,
-          .dt_max = call.dt_max};
-}
-
-RawHead raw_head(Backend& backend, const DeltaCall& call, std::int64_t head) {
-  const auto& [recurrence, heads, groups, P, N] = call.shape;
-  const std::int64_t group = call.shape.group(head) * N, D = call.shape.decay_dim();
-  return {.shape = {recurrence, 1, 1, P, N},
-          .tokens = call.v.rows,
-          .fields = {columns(backend, call.q, group, N), columns(backend, call.k, group, N),
-                     columns(backend, call.v, head * P, P), columns(backend, call.gate, head * D, D),
-                     columns(backend, call.beta, head, 1)},
-          .A_log = elements(*call.A_log, head, 1),
-          .dt_bias = elements(*call.dt_bias, head * D, D),
-          .beta_scale = call.beta_scale};
-}
 
 RawHead rounded_to_float(RawHead head) {
   const auto round = [](double& x) { x = static_cast<double>(static_cast<float>(x)); };
@@ -84,35 +35,6 @@ void check_finite(const RawHead& head, std::int64_t layer, std::int64_t index, s
     fail("layer ", layer, ", head ", index, ", token ", first_token + (bad - field.begin()) / width,
          ": the inputs of the recurrence must be finite in fp32 and fp64, found ", *bad);
   }
-}
-
-/// The inputs of one head in Real, with the raw values that they point to.
-template <class Real>
-struct Prepared {
-  std::vector<std::vector<Real>> raw;
-  LayerInputs<Real> inputs;
-};
-
-template <class Real>
-Prepared<Real> prepare_head(const RawHead& in) {
-  Prepared<Real> out;
-  const auto add = [&out](const std::vector<double>& values) {
-    out.raw.emplace_back();
-    for (const double x : values) out.raw.back().push_back(static_cast<Real>(x));
-  };
-  for (const auto& field : in.fields) add(field);
-  add(in.A_log);
-  add(in.dt_bias);
-  const auto rows = [&](std::size_t i) { return Rows<Real>{out.raw[i].data(), std::ssize(out.raw[i]) / in.tokens}; };
-  const Real *A_log = out.raw[in.fields.size()].data(), *dt_bias = out.raw.back().data();
-  if (is_delta_rule(in.shape.recurrence)) {
-    out.inputs = prepare(DeltaInputs<Real>{in.shape, in.tokens, rows(0), rows(1), rows(2), rows(3), rows(4), A_log,
-                                           dt_bias, in.beta_scale});
-  } else {
-    out.inputs = prepare(Mamba2Inputs<Real>{in.shape, in.tokens, rows(0), rows(1), rows(2), rows(3), A_log, dt_bias,
-                                            in.dt_min, in.dt_max});
-  }
-  return out;
 }
 
 /// -log10 of the relative L2 error of x [n]; infinite where there is none, -infinite for values that are not finite.
@@ -147,13 +69,13 @@ class LiteralHeads {
   void advance(const std::vector<RawHead>& heads, int threads) {
     const std::int64_t P = shape_.head_dim, N = shape_.state_dim, D = shape_.decay_dim();
     const std::int64_t tokens = heads.front().tokens, parts = (P + task_rows - 1) / task_rows;
-    std::vector<Prepared<Real>> prepared(heads.size());
+    std::vector<PreparedHead<Real>> prepared(heads.size());
     std::vector<std::vector<Real>> decays(heads.size());
     parallel_for(std::ssize(heads), threads, [&](std::int64_t task) {
       use_digits();
       const auto i = static_cast<std::size_t>(task);
-      prepared[i] = prepare_head<Real>(heads[i]);
-      const Real* log_decay = prepared[i].inputs.heads.front().log_decay[0];
+      prepared[i] = PreparedHead<Real>(heads[i]);
+      const Real* log_decay = prepared[i].head().log_decay[0];
       for (std::int64_t d = 0; d < tokens * D; ++d) decays[i].push_back(exp(log_decay[d]));
       y_[i].assign(static_cast<std::size_t>(tokens * P), Real(0));
     });
@@ -161,7 +83,7 @@ class LiteralHeads {
       use_digits();
       const auto i = static_cast<std::size_t>(task / parts);
       const std::int64_t first = task % parts * task_rows, rows = std::min(task_rows, P - first);
-      const HeadInputs<Real>& in = prepared[i].inputs.heads.front();
+      const HeadInputs<Real>& in = prepared[i].head();
       for (std::int64_t t = 0; t < tokens; ++t) {
         Record<Real> record = in.record(t);
         record.v += first;
@@ -256,7 +178,7 @@ class LayerOracle {
     const std::size_t head = oracle / 2, heads = result_.heads.size();
     const std::int64_t P = shape_.head_dim;
     const double most = options_.digits;
-    const Prepared<Real> in = prepare_head<Real>(raw);
+    const PreparedHead<Real> in(raw);
     std::vector<Real> y(static_cast<std::size_t>(raw.tokens * P));
     for (std::size_t p = 0; p < states.size(); ++p) {
       State<Real>& state = states[p][head];
@@ -298,7 +220,7 @@ void measure(const Model& model, Backend& backend, std::span<const std::int32_t>
     }
     std::vector<RawHead> heads;
     for (const std::int64_t head : result.heads) {
-      heads.push_back(std::visit([&](const auto& call) { return raw_head(backend, call, head); }, *caches.back().call));
+      heads.push_back(raw_head(backend, *caches.back().call, head));
     }
     oracle.advance(heads, t);
     if (options.progress) options.progress(t + x.rows, all.rows);
