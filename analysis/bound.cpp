@@ -2,23 +2,42 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+
+#include "core/real.h"
 
 namespace replayssm {
 namespace {
 
-/// Largest relative rounding error of a normal number; of a scaled one relative to the largest of its row.
-double relative_bound(const Format& format) {
-  if (format.exact()) return 0;
-  return std::ldexp(0.5, -format.element.mantissa_bits);
+/// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of its
+/// row.
+double relative_error2(const Format& format) {
+  return format.exact() ? 0 : std::ldexp(1.0, -2 * (format.element.mantissa_bits + 1));
+}
+
+double dot(const double* x, const double* y, std::int64_t n) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+/// x^T m for m [n, n]. Adds rows, which vector units can, where dot products with columns would wait for their sums.
+std::vector<double> times(const double* x, const std::vector<double>& m, std::int64_t n) {
+  std::vector<double> out(static_cast<std::size_t>(n), 0.0);
+  double* sum = out.data();
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double* row = m.data() + i * n;
+    for (std::int64_t j = 0; j < n; ++j) sum[j] += x[i] * row[j];
+  }
+  return out;
 }
 
 }  // namespace
 
-double rounding_variance(const Format& format, const double* state, std::int64_t rows, std::int64_t n) {
-  if (format.exact()) return 0;
+void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
+  if (format.exact()) return;
   const Element& e = format.element;
-  const double largest_code = decode<double>(e, e.max_code);
-  double sum = 0;
+  const double largest_code = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
   for (std::int64_t r = 0; r < rows; ++r) {
     const double* x = state + r * n;
     double scale = 1;
@@ -28,55 +47,156 @@ double rounding_variance(const Format& format, const double* state, std::int64_t
       scale = static_cast<double>(static_cast<float>(amax / largest_code));
       if (scale == 0) scale = 1;
     }
+    const double inverse = 1 / scale, half_last_place = std::ldexp(scale, -e.mantissa_bits - 1);
     for (std::int64_t i = 0; i < n; ++i) {
-      const double magnitude = std::abs(x[i] / scale);
-      const int exponent = magnitude == 0 ? e.emin : std::max(std::ilogb(magnitude), e.emin);
-      const double spacing = std::ldexp(scale, exponent - e.mantissa_bits);
-      sum += spacing * spacing / 12;
+      const double error = power_of_two_below(std::max(std::abs(x[i]) * inverse, smallest)) * half_last_place;
+      out[i] += error * error;
     }
   }
-  return sum;
 }
 
-LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit) : shape_(shape), unit_(unit) {
-  schedule_ = policy.as_replay();
-  const bool delta = is_delta_rule(shape.recurrence);
-  open_ = delta && policy.loop == Loop::open;
-  const RingFormats& ring = schedule_.ring;
-  // As the variance of a uniform error whose largest value is the unit roundoff.
-  const double v = relative_bound(ring.of(open_   ? "u"
-                                          : delta ? "v"
-                                                  : "x")),
-               w = relative_bound(ring.of(delta ? "k" : "B"));
-  ring_vector_ = (v * v + w * w) / 3;
-  // An error of the gate enters u directly and the decay with the logarithm as a factor; the latter is at most of the
-  // size of the former for the decays that keep anything.
-  const double gate = relative_bound(ring.of(delta ? "beta" : "dt")),
-               decay = relative_bound(ring.of(delta ? "g" : "dt"));
-  ring_gate_ = (gate * gate + decay * decay) / 3;
+LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit)
+    : shape_(shape), schedule_(policy.as_replay()), delta_(is_delta_rule(shape.recurrence)), unit_(unit) {
+  const bool open = delta_ && policy.loop == Loop::open;
+  leaks_ = open && schedule_.read;
+  const auto of = [this](const char* field) { return relative_error2(schedule_.ring.of(field)); };
+  // k enters u and stands beside it.
+  ring_vectors_ = delta_ ? of(open ? "u" : "v") + 2 * of("k") + of("beta") : of("x") + of("B") + of("dt");
+  ring_decay_ = of(delta_ ? "g" : "dt");
+  const Matrix zero = diagonal(std::vector<double>(static_cast<std::size_t>(shape.state_dim), 0.0));
+  anchor_ = zero;
+  if (schedule_.read) copy_ = zero;
+  if (leaks_) cross_ = decayed_ = zero;
 }
 
-double LocalBound::advance(const StepFacts& step, const double* state) {
-  const double leak = open_ && schedule_.read ? step.gain * step.gain * step.w2 * copy_ : 0;
-  for (double* error : {&anchor_, &copy_, &records_}) *error *= step.decay * step.decay;
+double LocalBound::advance(const ReferenceStep& step) {
+  const std::int64_t N = shape_.state_dim;
+  carry(step, anchor_);
+  if (schedule_.read) carry(step, copy_);
+  if (leaks_) carry_cross(step);
 
-  // A flush reads the rebuilt state, into which the read copy enters in an open loop only.
   const bool flush = held_ == schedule_.length - 1;
-  const double state_error = anchor_ + records_ + (flush && !open_ ? 0 : copy_);
-  const double arithmetic = static_cast<double>(shape_.state_dim + 2 * schedule_.length) * unit_;
-  const double bound = std::sqrt(state_error * step.c2) + arithmetic * std::sqrt(step.state2 * step.c2);
+  if (flush && leaks_) join(anchor_, leak());
+  // A flush reads the rebuilt state, other steps the read copy.
+  const double copy2 = schedule_.read && !flush ? along(step.c, copy_) : 0;
+  const double arithmetic = static_cast<double>(N + 2 * schedule_.length) * unit_;
+  const double bound =
+      std::sqrt(along(step.c, anchor_) + copy2) + arithmetic * std::sqrt(step.state2 * dot(step.c, step.c, N));
 
-  anchor_ += leak;
   if (flush) {
-    anchor_ += records_ + rounding_variance(schedule_.anchor, state, shape_.head_dim, shape_.state_dim);
-    copy_ = schedule_.read ? rounding_variance(*schedule_.read, state, shape_.head_dim, shape_.state_dim) : 0;
-    records_ = 0;
+    join(anchor_, rounding(schedule_.anchor, step.state));
+    if (schedule_.read) copy_ = rounding(*schedule_.read, step.state);
+    if (leaks_) cross_ = decayed_ = copy_;
     held_ = 0;
   } else {
-    records_ += (ring_vector_ + ring_gate_) * step.u2 * step.w2;
+    if (!schedule_.ring.exact()) {
+      const Matrix record = diagonal(std::vector<double>(static_cast<std::size_t>(N), record_error2(step)));
+      std::ranges::transform(anchor_, record, anchor_.begin(), std::plus());
+    }
     ++held_;
   }
   return bound;
+}
+
+/// m <- diag(a) m diag(a).
+void LocalBound::decay(const double* a, Matrix& m) const {
+  const std::int64_t N = shape_.state_dim;
+  if (!delta_) {
+    for (std::int64_t n = 0; n < N; ++n) m[static_cast<std::size_t>(n)] *= a[n] * a[n];
+    return;
+  }
+  for (std::int64_t i = 0; i < N; ++i) {
+    double* row = m.data() + i * N;
+    for (std::int64_t j = 0; j < N; ++j) row[j] *= a[i] * a[j];
+  }
+}
+
+/// C <- M^T C M = B - w r^T - r w^T with B = diag(a) C diag(a), q = B w, r = beta q - beta^2 / 2 (w . q) w.
+void LocalBound::carry(const ReferenceStep& step, Matrix& c) const {
+  decay(step.decay, c);
+  if (!delta_) return;
+  const std::int64_t N = shape_.state_dim;
+  const double *w = step.record.w, beta = step.record.gain;
+  Matrix out = times(w, c, N);
+  double* r = out.data();
+  const double half = beta * beta / 2 * dot(w, r, N);
+  for (std::int64_t n = 0; n < N; ++n) r[n] = beta * r[n] - half * w[n];
+  for (std::int64_t i = 0; i < N; ++i) {
+    double* row = c.data() + i * N;
+    for (std::int64_t j = 0; j < N; ++j) row[j] -= w[i] * r[j] + r[i] * w[j];
+  }
+}
+
+/// E[e^T d] <- M^T E[e^T d] diag(a), E[d^T d] <- diag(a) E[d^T d] diag(a).
+void LocalBound::carry_cross(const ReferenceStep& step) {
+  const std::int64_t N = shape_.state_dim;
+  decay(step.decay, decayed_);
+  decay(step.decay, cross_);
+  const Matrix q = times(step.record.w, cross_, N);
+  for (std::int64_t i = 0; i < N; ++i) {
+    const double factor = step.record.gain * step.record.w[i], *from = q.data();
+    double* row = cross_.data() + i * N;
+    for (std::int64_t j = 0; j < N; ++j) row[j] -= factor * from[j];
+  }
+}
+
+/// E[(e - d)^T (e - d)].
+LocalBound::Matrix LocalBound::leak() const {
+  const auto N = static_cast<std::size_t>(shape_.state_dim);
+  Matrix out = copy_;
+  for (std::size_t i = 0; i < N; ++i) {
+    for (std::size_t j = 0; j < N; ++j) out[i * N + j] += decayed_[i * N + j] - cross_[i * N + j] - cross_[j * N + i];
+  }
+  return out;
+}
+
+/// c^T C c.
+double LocalBound::along(const double* c, const Matrix& m) const {
+  const std::int64_t N = shape_.state_dim;
+  if (delta_) return std::max(dot(c, times(c, m, N).data(), N), 0.0);
+  double sum = 0;
+  for (std::int64_t n = 0; n < N; ++n) sum += c[n] * c[n] * m[static_cast<std::size_t>(n)];
+  return sum;
+}
+
+LocalBound::Matrix LocalBound::diagonal(const std::vector<double>& d) const {
+  if (!delta_) return d;
+  Matrix out(d.size() * d.size(), 0.0);
+  for (std::size_t n = 0; n < d.size(); ++n) out[n * (d.size() + 1)] = d[n];
+  return out;
+}
+
+LocalBound::Matrix LocalBound::rounding(const Format& format, const double* state) const {
+  std::vector<double> errors(static_cast<std::size_t>(shape_.state_dim), 0.0);
+  add_rounding_errors(format, state, shape_.head_dim, shape_.state_dim, errors.data());
+  return diagonal(errors);
+}
+
+/// The moments of a sum of errors that may be correlated in any way.
+void LocalBound::join(Matrix& covariance, const Matrix& other) const {
+  const auto trace = [this](const Matrix& m) {
+    const std::size_t step = delta_ ? static_cast<std::size_t>(shape_.state_dim) + 1 : 1;
+    double sum = 0;
+    for (std::size_t n = 0; n < m.size(); n += step) sum += m[n];
+    return sum;
+  };
+  const double old = std::max(trace(covariance), 0.0), added = trace(other);
+  if (!(added > 0)) return;
+  const double q = std::min(std::sqrt(added / old), 0x1p53);  // from there on what there was counts for nothing
+  const double old_factor = 1 + q, added_factor = 1 + 1 / q;
+  std::ranges::transform(covariance, other, covariance.begin(),
+                         [=](double x, double y) { return old_factor * x + added_factor * y; });
+}
+
+/// What rounding the record of this step can add to the squared Frobenius norm of the state.
+double LocalBound::record_error2(const ReferenceStep& step) const {
+  const Record<double>& r = step.record;
+  const std::int64_t D = shape_.decay_dim();
+  const double v2 = dot(r.v, r.v, shape_.head_dim), w2 = dot(r.w, r.w, shape_.state_dim);
+  const double log_decay = std::abs(*std::min_element(r.log_decay, r.log_decay + D));
+  // u = gain (v - S' w), of which Mamba-2 has the first part.
+  const double readout2 = delta_ ? step.before2 * w2 : 0, u2 = 2 * r.gain * r.gain * (v2 + readout2);
+  return ring_vectors_ * u2 * w2 + ring_decay_ * log_decay * log_decay * step.before2;
 }
 
 }  // namespace replayssm

@@ -9,47 +9,68 @@
 
 namespace replayssm {
 
-/// Expected sum of the squares of the rounding errors that storing `rows` rows of n elements makes, each taken as
-/// uniform between plus and minus half the spacing of the format's values at that element (times the scale of its row):
-/// the sum of spacing^2 / 12. 0 for `exact`.
-double rounding_variance(const Format& format, const double* state, std::int64_t rows, std::int64_t n);
+/// The most that storing `rows` rows of n elements can add to the squared errors of each column: out[i] += the sum over
+/// the rows of (spacing / 2)^2, spacing the distance of the format's values at that element (times the scale of its
+/// row). Nothing for `exact`.
+void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out);
 
 /// What the bound needs of one step of the reference, of one head.
-struct StepFacts {
-  double decay = 0;                           ///< the largest of its columns
-  double gain = 0;                            ///< dt or beta
-  double u2 = 0, w2 = 0, c2 = 0, state2 = 0;  ///< squared norms of u, w, c and the new state
+struct ReferenceStep {
+  Record<double> record;
+  const double* decay;             ///< e^log_decay, of every column: [state_dim]
+  const double* c;                 ///< [state_dim]
+  const double* state;             ///< behind the step: [head_dim, state_dim]
+  double before2 = 0, state2 = 0;  ///< squared Frobenius norms of the state before and behind it
 };
 
 /// First-order bound of the local error of one head's readouts, ||y~_t - y_t||, token after token.
 ///
-/// R_t bounds the expected squared Frobenius norm of the error of the state. A step multiplies the error by the decay
-/// (and, in the delta rule, by I - beta k k^T, whose norm is at most 1 for beta in [0, 2] and |k| <= 1), so R_t = a_t^2
-/// R_{t-1} with a_t the largest decay of a column; storing adds rounding_variance() of the reference's state at that
-/// step. By Cauchy-Schwarz ||y~ - y||^2 <= R |c|^2. Squares are added, so errors of
-/// different elements and flushes are taken as uncorrelated (Higham & Mary 2019 call such bounds probabilistic); how
-/// they lie to c is not: there the worst case stands, some sqrt(N) above the typical one. Split states: outputs add the
-/// read copy's rounding since the last flush; in an open loop what the read copy makes of each u, at most beta |k|
-/// times its error, leaks into the anchor. Rounded rings add the rounding of each record times |u| |w|. Arithmetic in
-/// `unit` = unit roundoff of the computing precision adds (N + 2 L) unit |S| |c|. Terms of second order in the unit
-/// roundoffs are dropped.
+/// A row of the state has an error e [N], which a step multiplies as it does the row: by M = a for Mamba-2, by
+/// M = diag(a) (I - beta k k^T) for the delta rule. With C the sum over rows of E[e^T e],
+///
+///     C_t = M_t^T C_{t-1} M_t,    E ||y~ - y||^2 = c^T C c.
+///
+/// A store adds D = diag(add_rounding_errors()): each error as large as rounding to nearest can make it, and errors of
+/// different elements of one store uncorrelated (such bounds are called probabilistic, Higham & Mary 2019). Those of
+/// successive stores may be correlated in any way - a slow decay rounds an element the same way again and again - so C
+/// and D are joined as (1 + q) C + (1 + 1/q) D, which is at least E[(e + d)^T (e + d)] for every q > 0; q^2 = tr D / tr
+/// C makes the trace least.
+///
+/// C is [N, N]; for Mamba-2 it stays diagonal. A split state has another one for what the read copy adds since the last
+/// flush. In an open loop u is computed from the copy; what that leaves in the rebuilt anchor is e - d, e the copy's
+/// error carried on and d the same when it only decays. Rounded rings add to every direction of C what rounding a
+/// record can add to the squared norm of u w^T, and to the state by the decay, one record uncorrelated to another.
+/// Arithmetic in `unit` = unit roundoff of the computing precision adds (N + 2 L) unit |S| |c|. Terms of second order
+/// in the unit roundoffs are dropped. Takes some 8 N^2 operations a token for the delta rule.
 class LocalBound {
  public:
   LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit);
 
-  /// Takes in one token and the reference's state behind it, [head_dim, state_dim], which is read where the policy
-  /// flushes. Returns the bound of ||y~_t - y_t||.
-  double advance(const StepFacts& step, const double* state);
+  /// Takes in one token. Returns the bound of ||y~_t - y_t||.
+  double advance(const ReferenceStep& step);
 
  private:
+  using Matrix = std::vector<double>;  // [N, N], or its diagonal [N] where the recurrence keeps it one
+
+  void decay(const double* a, Matrix& m) const;
+  void carry(const ReferenceStep& step, Matrix& covariance) const;
+  void carry_cross(const ReferenceStep& step);
+  double along(const double* c, const Matrix& covariance) const;
+  Matrix diagonal(const std::vector<double>& d) const;
+  Matrix rounding(const Format& format, const double* state) const;
+  Matrix leak() const;
+  void join(Matrix& covariance, const Matrix& other) const;
+  double record_error2(const ReferenceStep& step) const;
+
   RecurrenceShape shape_;
   Replay schedule_;
-  bool open_;
-  double unit_, ring_vector_, ring_gate_;
+  bool delta_, leaks_;
+  double unit_, ring_vectors_, ring_decay_;
   std::int64_t held_ = 0;
-  double anchor_ = 0;   // R of the anchor or checkpoint, carried to the present
-  double copy_ = 0;     // what the read copy adds to it
-  double records_ = 0;  // what the rounded records of the ring add
+  Matrix anchor_;  // of the anchor or checkpoint with its ring, carried to the present
+  Matrix copy_;    // E[e^T e] of the read copy's own error
+  // Where it leaks: E[e^T d] and E[d^T d].
+  Matrix cross_, decayed_;
 };
 
 }  // namespace replayssm

@@ -1,14 +1,14 @@
 #include "analysis/oracle.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <mutex>
 #include <utility>
 
-#include "analysis/head_inputs.h"
+#include "analysis/literal_heads.h"
 #include "core/error.h"
-#include "core/literal.h"
 #include "core/parallel.h"
 #include "core/state.h"
 
@@ -16,7 +16,6 @@ namespace replayssm {
 namespace {
 
 constexpr std::int64_t block_tokens = 64;  // tokens between two looks at the state
-constexpr std::int64_t task_rows = 8;      // rows of the state that one task advances
 
 RawHead rounded_to_float(RawHead head) {
   const auto round = [](double& x) { x = static_cast<double>(static_cast<float>(x)); };
@@ -37,77 +36,11 @@ void check_finite(const RawHead& head, std::int64_t layer, std::int64_t index, s
   }
 }
 
-/// -log10 of the relative L2 error of x [n]; infinite where there is none, -infinite for values that are not finite.
-template <class Real, class Value>
-double correct_digits(const Value* x, const Real* truth, std::int64_t n) {
-  Real difference(0), norm(0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    Real d(x[i]);
-    d -= truth[i];
-    add_product(difference, d, d);
-    add_product(norm, truth[i], truth[i]);
-  }
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  if (!isfinite(difference) || (norm == 0 && difference != 0)) return -infinity;
-  if (difference == 0) return infinity;
-  return static_cast<double>(log10(Real(norm / difference))) / 2;
-}
-
-/// The literal recurrence of some heads in Real.
-template <class Real>
-class LiteralHeads {
- public:
-  LiteralHeads(const RecurrenceShape& shape, std::size_t count, int digits)
-      : shape_(shape), digits_(digits), y_(count) {
-    use_digits();
-    states_.assign(count, std::vector<Real>(static_cast<std::size_t>(shape.head_dim * shape.state_dim), Real(0)));
-  }
-
-  /// To be called by every thread before it computes with what is in here.
-  void use_digits() const { set_working_digits<Real>(digits_); }
-
-  void advance(const std::vector<RawHead>& heads, int threads) {
-    const std::int64_t P = shape_.head_dim, N = shape_.state_dim, D = shape_.decay_dim();
-    const std::int64_t tokens = heads.front().tokens, parts = (P + task_rows - 1) / task_rows;
-    std::vector<PreparedHead<Real>> prepared(heads.size());
-    std::vector<std::vector<Real>> decays(heads.size());
-    parallel_for(std::ssize(heads), threads, [&](std::int64_t task) {
-      use_digits();
-      const auto i = static_cast<std::size_t>(task);
-      prepared[i] = PreparedHead<Real>(heads[i]);
-      const Real* log_decay = prepared[i].head().log_decay[0];
-      for (std::int64_t d = 0; d < tokens * D; ++d) decays[i].push_back(exp(log_decay[d]));
-      y_[i].assign(static_cast<std::size_t>(tokens * P), Real(0));
-    });
-    parallel_for(std::ssize(heads) * parts, threads, [&](std::int64_t task) {
-      use_digits();
-      const auto i = static_cast<std::size_t>(task / parts);
-      const std::int64_t first = task % parts * task_rows, rows = std::min(task_rows, P - first);
-      const HeadInputs<Real>& in = prepared[i].head();
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        Record<Real> record = in.record(t);
-        record.v += first;
-        literal_step(shape_, record, decays[i].data() + t * D, in.c[t], rows, states_[i].data() + first * N,
-                     y_[i].data() + t * P + first);
-      }
-    });
-  }
-
-  /// Of the last call, [tokens, head_dim].
-  const std::vector<Real>& y(std::size_t head) const { return y_[head]; }
-  const std::vector<Real>& state(std::size_t head) const { return states_[head]; }
-
- private:
-  RecurrenceShape shape_;
-  int digits_;
-  std::vector<std::vector<Real>> states_, y_;
-};
-
 /// Every policy's state of every head in one precision.
 template <class Real>
 using States = std::vector<std::vector<State<Real>>>;
 
-/// One layer: the oracle in Work, its check in Check, and the runs that are measured. Head i has two oracles: number
+/// One layer: the oracles and the runs that are measured with them. Head i has two oracles: number
 /// 2 i on the inputs in binary64, number 2 i + 1 on these rounded to binary32.
 template <class Work, class Check>
 class LayerOracle {
@@ -116,9 +49,7 @@ class LayerOracle {
       : options_(options),
         result_(result),
         shape_{shape.recurrence, 1, 1, shape.head_dim, shape.state_dim},
-        work_(shape_, 2 * result.heads.size(), result.working_digits),
-        check_(shape_, 2 * result.heads.size(), result.check_digits),
-        agreement_(2 * result.heads.size(), std::numeric_limits<double>::infinity()) {
+        oracles_(shape_, 2 * result.heads.size(), result.working_digits, result.check_digits) {
     const std::size_t values = result.heads.size() * static_cast<std::size_t>(result.tokens);
     const auto add = [&](const std::string& text) {
       const Policy policy = parse_policy(text);
@@ -143,33 +74,20 @@ class LayerOracle {
       inputs.push_back(rounded_to_float(heads[i]));
       check_finite(inputs.back(), options_.layer, result_.heads[i], first_token);
     }
-    const std::int64_t tokens = heads.front().tokens;
-    result_.block_ends.push_back(first_token + tokens - 1);
+    result_.block_ends.push_back(first_token + heads.front().tokens - 1);
     for (KeptDigits& run : result_.runs) run.state.resize(result_.block_ends.size() * heads.size());
-    // One precision after the other: see set_working_digits().
-    work_.advance(inputs, options_.threads);
+    const auto start = std::chrono::steady_clock::now();
+    oracles_.advance(inputs, options_.threads);
+    result_.oracle_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     parallel_for(std::ssize(heads), options_.threads, [&](std::int64_t head) {
-      work_.use_digits();
+      oracles_.work().use_digits();
       const auto i = static_cast<std::size_t>(2 * head);
       measure(states64_, Precision::fp64, inputs[i], i, first_token);
       measure(states32_, Precision::fp32, inputs[i + 1], i + 1, first_token);
     });
-    check_.advance(inputs, options_.threads);
-    parallel_for(std::ssize(inputs), options_.threads, [&](std::int64_t task) {
-      check_.use_digits();
-      const auto i = static_cast<std::size_t>(task);
-      const std::int64_t P = shape_.head_dim;
-      double& least = agreement_[i];
-      for (std::int64_t at = 0; at < tokens * P; at += P) {
-        least = std::min(least, correct_digits(work_.y(i).data() + at, check_.y(i).data() + at, P));
-      }
-      least =
-          std::min(least, correct_digits(work_.state(i).data(), check_.state(i).data(), std::ssize(work_.state(i))));
-    });
   }
 
-  /// The least agreement of oracle and check so far.
-  double agreement() const { return std::ranges::min(agreement_); }
+  double agreement() const { return oracles_.agreement(); }
 
  private:
   template <class Real>
@@ -186,22 +104,20 @@ class LayerOracle {
       state.advance_head(0, in.inputs, y.data(), P);
       for (std::int64_t t = 0; t < raw.tokens; ++t) {
         run.y[static_cast<std::size_t>(first_token + t) * heads + head] =
-            std::min(most, correct_digits(y.data() + t * P, work_.y(oracle).data() + t * P, P));
+            std::min(most, correct_digits(y.data() + t * P, oracles_.work().y(oracle).data() + t * P, P));
       }
       const std::vector<Real> s = state.effective(0);
       run.state[(result_.block_ends.size() - 1) * heads + head] =
-          std::min(most, correct_digits(s.data(), work_.state(oracle).data(), std::ssize(s)));
+          std::min(most, correct_digits(s.data(), oracles_.work().state(oracle).data(), std::ssize(s)));
     }
   }
 
   const OracleOptions& options_;
   OracleResult& result_;
   RecurrenceShape shape_;  // of one head
-  LiteralHeads<Work> work_;
-  LiteralHeads<Check> check_;
+  CheckedHeads<Work, Check> oracles_;
   States<double> states64_;
   States<float> states32_;
-  std::vector<double> agreement_;
 };
 
 template <class Work, class Check>

@@ -40,8 +40,9 @@ struct OracleResult {
   std::int64_t tokens = 0;
   std::vector<std::int64_t> block_ends;  ///< the last token of each block, 0-based
   int working_digits = 0, check_digits = 0;
-  std::string arithmetic;  ///< of the oracle, for people
-  int confirmed = 0;       ///< digits to which the two runs of the oracle agree, everywhere
+  std::string arithmetic;     ///< of the oracle, for people
+  double oracle_seconds = 0;  ///< that the oracles took, two for every head (see run_oracle), with their check
+  int confirmed = 0;          ///< digits to which the two runs of the oracle agree, everywhere
   std::vector<KeptDigits> runs;
 };
 

@@ -11,7 +11,7 @@
 namespace replayssm {
 
 /// One step on `rows` rows of the state of one head: S' = S decay, u = gain v or gain (v - S' w), S = S' + u w^T,
-/// y = S c. Rows do not depend on each other. Every operation is rounded to Real; sums run from n = 0 upwards.
+/// y = S c. Rows do not depend on each other. Every operation is rounded to Real, a sum of products at least once.
 ///
 /// `record.v` and y [rows] begin at the first of the rows, s [rows, state_dim]; decay = e^log_decay, one scalar or one
 /// for every column; c [state_dim].
@@ -19,22 +19,17 @@ template <class Real>
 void literal_step(const RecurrenceShape& shape, const Record<Real>& record, const Real* decay, const Real* c,
                   std::int64_t rows, Real* s, Real* y) {
   const std::int64_t N = shape.state_dim, per_column = has_column_decay(shape.recurrence) ? 1 : 0;
-  const Real zero(0);
   Real u, readout;
   for (std::int64_t p = 0; p < rows; ++p, s += N) {
     for (std::int64_t n = 0; n < N; ++n) s[n] *= decay[n * per_column];
     u = record.v[p];
     if (is_delta_rule(shape.recurrence)) {
-      readout = zero;
-      for (std::int64_t n = 0; n < N; ++n) add_product(readout, s[n], record.w[n]);
+      set_dot(readout, s, record.w, N);
       u -= readout;
     }
     u *= record.gain;
-    y[p] = zero;
-    for (std::int64_t n = 0; n < N; ++n) {
-      add_product(s[n], u, record.w[n]);
-      add_product(y[p], s[n], c[n]);
-    }
+    for (std::int64_t n = 0; n < N; ++n) add_product(s[n], u, record.w[n]);
+    set_dot(y[p], s, c, N);
   }
 }
 

@@ -57,6 +57,11 @@ Summary summarize(std::vector<double> digits, std::size_t heads) {
 
 const char* name(Precision precision) { return precision == Precision::fp64 ? "fp64" : "fp32"; }
 
+/// Of one oracle with its check; each head has two, on inputs of two precisions.
+double oracle_milliseconds(const OracleResult& result) {
+  return 1e3 * result.oracle_seconds / static_cast<double>(2 * std::ssize(result.heads) * result.tokens);
+}
+
 void print_table(const OracleResult& result) {
   std::printf("fp32 runs take their inputs rounded once to fp32, and so does the oracle that they are measured with\n");
   std::printf("correct digits: -log10 of the relative L2 error, of y over head_dim, of S over a head's state\n");
@@ -101,9 +106,13 @@ std::string report(const Model& model, const RunFacts& facts, const Options& opt
   out["layer"] = options.oracle.layer;
   out["kind"] = result.layer.kind;
   out["heads"] = result.heads;
-  out["oracle"] = {{"arithmetic", result.arithmetic},         {"digits", options.oracle.digits},
-                   {"working_digits", result.working_digits}, {"check_digits", result.check_digits},
-                   {"confirmed", result.confirmed},           {"passed", passed}};
+  out["oracle"] = {{"arithmetic", result.arithmetic},
+                   {"digits", options.oracle.digits},
+                   {"working_digits", result.working_digits},
+                   {"check_digits", result.check_digits},
+                   {"confirmed", result.confirmed},
+                   {"passed", passed},
+                   {"ms_per_head_and_token", oracle_milliseconds(result)}};
   out["results"] = Json::array();
   for (const KeptDigits& run : result.runs) {
     const auto token = [](std::size_t step) { return step; };
@@ -148,6 +157,8 @@ int run(Options options) {
     std::printf("oracle (%s): %d digits %s; computed with %d, agrees with a run of %d digits in %d of %d\n",
                 result.arithmetic.c_str(), options.oracle.digits, passed ? "confirmed" : "NOT CONFIRMED",
                 result.working_digits, result.check_digits, result.confirmed, result.working_digits);
+    std::printf("oracle and check: %.2f ms per head and token on %d thread%s\n", oracle_milliseconds(result),
+                options.oracle.threads, options.oracle.threads == 1 ? "" : "s");
     print_table(result);
   }
   if (!options.json.empty()) write_text(options.json, report(*model, facts, options, result, passed));

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <functional>
 
-#include "analysis/bound.h"
 #include "core/tokens.h"
 
 namespace replayssm {
@@ -18,6 +17,7 @@ struct TinyRun {
   std::unique_ptr<Model> model;
   std::unique_ptr<Backend> backend = reference_backend(Precision::fp64, 2);
   Tokens tokens;
+  int threads = 2;
 
   TinyRun(const std::string& folder, const std::string& tokens_file, std::int64_t length)
       : model(Model::open(folder)), tokens(read_tokens(tokens_file)) {
@@ -32,7 +32,7 @@ struct TinyRun {
   LayerStudy run(const std::vector<std::string>& texts, bool attribute, std::int64_t chunk = 8) {
     std::vector<Policy> policies;
     for (const std::string& text : texts) policies.push_back(parse_policy(text));
-    return run_layer_study(*model, *backend, tokens, policies, {.threads = 2, .chunk_tokens = chunk}, attribute);
+    return run_layer_study(*model, *backend, tokens, policies, {.threads = threads, .chunk_tokens = chunk}, attribute);
   }
 };
 
@@ -48,18 +48,28 @@ TEST(ErrorMoments, AreThoseOfTheirDefinition) {
   EXPECT_EQ(m.largest_ulps, 64);
 }
 
-TEST(RoundingVariance, IsATwelfthOfTheSquaredSpacings) {
-  const double row[] = {1.0, 1.75, -4.0, 0.0};
-  // bf16: spacing 2^-7 at 1 and 1.75, 2^-5 at 4, 2^-133 at 0. Four terms, each rounded twice and added: 2^-50.
-  const double bf16 = (2 * std::ldexp(1.0, -14) + std::ldexp(1.0, -10)) / 12;
-  EXPECT_NEAR(rounding_variance(parse_format("bf16"), row, 1, 4) / bf16, 1, std::ldexp(1.0, -50));
-  // int8 per row: every element to a multiple of float(4 / 127).
-  const double step = static_cast<double>(static_cast<float>(4.0 / 127));
-  EXPECT_NEAR(rounding_variance(parse_format("int8:row"), row, 1, 4) / (4 * step * step / 12), 1, std::ldexp(1.0, -50));
-  EXPECT_EQ(rounding_variance(parse_format("exact"), row, 1, 4), 0);
-}
-
 class LayerStudyOf : public testing::TestWithParam<const char*> {};
+
+TEST_P(LayerStudyOf, DoesNotDependOnThreads) {
+  const auto run = [](int threads) {
+    TinyRun setup = TinyRun::tiny(GetParam());
+    setup.backend = reference_backend(Precision::fp64, threads);
+    setup.threads = threads;
+    return setup.run({"replay(L=4, anchor=fp32, read=e4m3:row)"}, false).policies[0].layers;
+  };
+  const auto one = run(1), three = run(3);
+  for (std::size_t i = 0; i < one.size(); ++i) {
+    EXPECT_EQ(one[i].bound_by_head, three[i].bound_by_head);
+    EXPECT_EQ(one[i].y_local_by_token, three[i].y_local_by_token);
+    EXPECT_EQ(one[i].state_propagated_by_sample, three[i].state_propagated_by_sample);
+    for (const auto errors : {&LayerErrors::y_local, &LayerErrors::y_propagated, &LayerErrors::state_local,
+                              &LayerErrors::state_propagated, &LayerErrors::read_copy_local}) {
+      EXPECT_EQ((one[i].*errors).squares, (three[i].*errors).squares);
+      EXPECT_EQ((one[i].*errors).sum, (three[i].*errors).sum);
+      EXPECT_EQ((one[i].*errors).ulps, (three[i].*errors).ulps);
+    }
+  }
+}
 
 TEST_P(LayerStudyOf, AgreesWithTheStudyOfOnePolicyAtATime) {
   TinyRun setup = TinyRun::tiny(GetParam());

@@ -8,6 +8,7 @@
 #include <boost/multiprecision/cpp_int.hpp>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -105,6 +106,73 @@ TYPED_TEST(BigReal, HoldsDoublesExactlyAndHasTheDigitsAskedFor) {
   add_product(sum, Real(5), Real(0.25));
   EXPECT_EQ(sum, Real(4.25));
 }
+
+// Sums of products against exact fractions: numbers of every sign and of sizes from 2^-200 to 1, with zeros among them,
+// and sums that cancel.
+TYPED_TEST(BigReal, SumsOfProducts) {
+  using Real = typename TypeParam::Real;
+  std::mt19937 random(3);
+  const auto number = [&](int exponents) -> std::pair<Fraction, Real> {
+    const int mantissa = static_cast<int>(random() % 2001) - 1000, exponent = -static_cast<int>(random() % exponents);
+    const boost::multiprecision::cpp_int power = boost::multiprecision::cpp_int(1) << -exponent;
+    return {Fraction(mantissa, power), ldexp(Real(mantissa), exponent)};
+  };
+  for (const int exponents : {1, 64, 200}) {
+    for (const int n : {1, 2, 7, 128}) {
+      std::vector<Real> x, y;
+      Fraction right(0), absolute(0);
+      for (int i = 0; i < n; ++i) {
+        const auto [a, a_real] = number(exponents);
+        const auto [b, b_real] = number(exponents);
+        x.push_back(a_real), y.push_back(b_real);
+        right += a * b;
+        absolute += abs(Fraction(a * b));
+      }
+      // What is left of a sum that cancels; its terms are products again.
+      x.push_back(this->exact(-right)), y.push_back(Real(1));
+      Real sum(5);
+      set_dot(sum, x.data(), y.data(), n);
+      // A rounding a term of the sum so far and of the terms, and one that writes the fraction down.
+      const Real allowed = (2 * n + 1) * this->unit() * this->exact(absolute);
+      EXPECT_LE(abs(sum - this->exact(right)), allowed) << n;
+      set_dot(sum, x.data(), y.data(), n + 1);
+      EXPECT_LE(abs(sum), 2 * allowed) << n;
+    }
+  }
+  const Real infinite = std::numeric_limits<Real>::infinity();
+  const std::vector<Real> some = {Real(2), Real(0), Real(3)}, zeros(3, Real(0)), broken = {Real(1), infinite, Real(1)};
+  Real sum(5);
+  set_dot(sum, some.data(), zeros.data(), 3);
+  EXPECT_EQ(sum, 0);
+  set_dot(sum, some.data(), broken.data(), 3);
+  EXPECT_TRUE(isnan(sum));  // 0 times infinity
+  set_dot(sum, some.data(), broken.data(), 1);
+  EXPECT_EQ(sum, 2);
+}
+
+#ifdef REPLAYSSM_HAVE_MPFR
+// One rounding of the exact sum, which another precision holds, however far apart the terms are.
+TEST(RunTimeDot, IsRoundedOnce) {
+  std::mt19937 random(5);
+  for (const int digits : {19, 38, 50, 70, 100}) {
+    set_working_digits<RunTimeReal>(digits);
+    std::vector<RunTimeReal> x, y;
+    for (int i = 0; i < 128; ++i) {
+      for (auto* to : {&x, &y}) {
+        const RunTimeReal mantissa = sin(RunTimeReal(static_cast<int>(random() % 100'000)));
+        to->push_back(ldexp(mantissa, -static_cast<int>(random() % 150)));
+      }
+    }
+    RunTimeReal found(0);
+    set_dot(found, x.data(), y.data(), 128);
+    set_working_digits<RunTimeReal>(2 * digits + 200);  // products of some 2 digits, 300 bits apart
+    RunTimeReal right(0);
+    for (std::size_t i = 0; i < 128; ++i) add_product(right, x[i], y[i]);
+    mpfr_prec_round(right.backend().data(), mpfr_get_prec(found.backend().data()), MPFR_RNDN);
+    EXPECT_EQ(found, right) << digits;
+  }
+}
+#endif
 
 TYPED_TEST(BigReal, ScalarFunctions) {
   using Real = typename TypeParam::Real;
