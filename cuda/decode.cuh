@@ -13,10 +13,10 @@ class Outputs : public TileType {
   using T::at_, T::geometry_, T::head_, T::held_, T::lane_, T::p0_, T::shared_, T::step_, T::warp_;
   static constexpr int kVectors = T::kVectors, N = T::N;
   /// Lanes a row: few, so that few exchanges sum it up, as long as their parts of the vectors fit in registers.
-  using Row = Lay<N, T::Read, (N == 256 || (N == 128 && (bytes(T::Read) == 4 || kVectors > 1)) ? 16 : 8)>;
+  using Row = Lay<N, T::Read, (N == 256 || (N == 128 && (kVectors == 3 || (kVectors == 2 && bytes(T::Read) > 1))) ? 16 : 8)>;
   static constexpr int kAtOnce = 32 / Row::lanes;
   /// Rows that a warp reads before it sums them up.
-  static constexpr int kBatch = bytes(T::Read) == 4 ? 8 : bytes(T::Read) == 2 || Row::lanes == 16 ? 16 : 32;
+  static constexpr int kBatch = bytes(T::Read) == 4 ? 8 : bytes(T::Read) == 2 || N == 256 ? 16 : 32;
   static constexpr int kIterations = kBatch / kAtOnce, kCopies = Row::lanes / kIterations;
 
  public:
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
     rows.fetch_all();
     return;
   }
-  std::uint32_t phase = 0, piece_phase = 0;
+  std::uint32_t phase = 0, piece_phases = 0;
   for (int stage = 0;;) {
     barrier_wait(rows.full(stage), phase);
     const Assignment assignment = rows.assignment(stage);
     if (assignment.held < 0) return;
     rows.assign(stage, assignment);
     if (rows.flushes()) {
-      Rebuild<Rows>(rows).run(piece_phase);
+      Rebuild<Rows>(rows).run(piece_phases);
     } else {
       Outputs<Rows>(rows).run();
     }

@@ -14,9 +14,10 @@ struct Footprint {
   int read_bytes, anchor_bytes;  ///< of a stored element
   bool scaled;                   ///< the read copy or checkpoint has a scale a row
   bool delta, column_decay, split;
-  int ring_bytes;                ///< of an element of the staged ring field, the larger of v and u where both may be
+  int ring_bytes;                ///< of an element of the ring field that outputs read,
+  int flush_ring_bytes;          ///< and of that which flushes read
   int x_bytes, w_bytes;
-  bool matrices;                 ///< flushes use matrix products: one decay a head, a bf16 ring, no u to solve for
+  bool matrices;                 ///< flushes use matrix products: one decay a head, w in bf16
   int batch;                     ///< rows that a warp reads at once
 };
 
@@ -28,7 +29,7 @@ struct Footprint {
 /// vectors [rows, groups (KDA: heads), vectors, state_dim]: those vectors (see prepare.cuh).
 /// products [rows, heads, length (length + 2)], split delta rule, flushing rows only: what feeds the records' u into
 /// each other, [length, length]; e^{g_0 + ... + g_i}; beta_i.
-/// A counter of tiles that were handed out, 0 at first.
+/// A counter of tiles that were handed out, and [rows] the rows in the order in which they are taken.
 struct Workspace {
   int slots = 0, gate_stride = 0, vectors = 0;
   std::int64_t vector_offset = 0, product_offset = 0, counter_offset = 0, floats = 0;
@@ -48,7 +49,7 @@ inline Workspace lay_out_workspace(const Step& step, bool delta, bool split) {
   w.product_offset =
       w.vector_offset + step.rows * (columns ? step.shape.heads : step.shape.groups) * w.vectors * step.shape.state_dim;
   w.counter_offset = w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
-  w.floats = w.counter_offset + 4;
+  w.floats = w.counter_offset + 4 + step.rows;
   return w;
 }
 
@@ -65,6 +66,9 @@ struct Geometry {
   int w = 0, keys = 0, products = 0, barriers = 0, assignments = 0;    ///< in a block, behind the stages
   int shared_bytes = 0;                                                ///< 0: no layout fits
 };
+
+/// Barriers of pieces that warps of a flush fetch themselves.
+inline constexpr int kPieceBarriers = 16;
 
 /// Stages that fit into shared_limit bytes a block.
 inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w, int tile, int shared_limit) {
@@ -90,8 +94,10 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
     return offset;
   };
   g.scale = take(f.scaled ? tile * 4 : 0);
-  g.ring = take(tile * records * f.ring_bytes);
-  g.ring_w = take(records * N * f.w_bytes);
+  // What outputs read of the ring, or what a flush reads: another field, perhaps, and w.
+  const int flush_ring = tile * records * f.flush_ring_bytes;
+  g.ring = take(std::max(tile * records * f.ring_bytes, flush_ring + records * N * f.w_bytes));
+  g.ring_w = g.ring + flush_ring;
   g.gates = take(g.heads * w.gate_stride * 4);
   g.vectors = take(w.vectors * N * 4);
   g.x = take(tile * f.x_bytes);
@@ -99,10 +105,11 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
 
   at = 0;
   g.w = take(f.matrices ? (records + 15) / 16 * 16 * N * 2 : (records + 1) * N * 4);
-  g.keys = take(f.delta && f.split && f.column_decay ? (records + 1) * N * 4 : 0);
-  g.products = take(f.delta && f.split ? static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
+  const bool solve = f.delta && f.split;
+  g.keys = take(!solve ? 0 : f.matrices ? (records + 15) / 16 * 16 * N * 2 : f.column_decay ? (records + 1) * N * 4 : 0);
+  g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
   constexpr int kMost = 4;
-  g.barriers = take((2 * kMost + 1) * 8);
+  g.barriers = take((2 * kMost + 1 + kPieceBarriers) * 8);
   g.assignments = take(kMost * 16);
   g.stages = std::min(kMost, (shared_limit - at) / g.stage_bytes);
   if (g.stages < 1) return {};
@@ -126,7 +133,7 @@ inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, i
     // Warps that cannot share the rows evenly wait for each other; fewer than two stages leave nothing in flight while
     // one is read; tiles that are too few leave blocks idle.
     const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + warps - 1) / warps;
-    double score = static_cast<double>(tile) * batches / (warps * rounds) * std::min(g.stages, 3);
+    double score = static_cast<double>(tile) * batches / (warps * rounds) * (g.stages == 1 ? 0.5 : g.stages == 2 ? 1 : 1.1);
     const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;

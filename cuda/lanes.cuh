@@ -48,6 +48,10 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase)
       : "memory");
 }
 
+/// Orders what this thread has read from and written to shared memory before copies that are started later, by it or by
+/// a thread that it synchronises with: loads wait in queues, and the copy engine does not.
+__device__ inline void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /// A barrier among `Threads` threads of a block, whole warps, that the others do not take part in.
 template <int Threads>
 __device__ inline void sync_threads() {

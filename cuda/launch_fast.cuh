@@ -56,12 +56,13 @@ Arguments<StepType> arrange(const StepType& step) {
   f.delta = delta;
   f.column_decay = has_column_decay(step.shape.recurrence);
   f.split = split;
-  f.ring_bytes = bytes(step.ring.v.type);
+  f.ring_bytes = f.flush_ring_bytes = bytes(step.ring.v.type);
   f.w_bytes = bytes(step.ring.w.type);
-  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 ? 16 : 32;
-  f.matrices = !f.column_decay && !(delta && split) && step.ring.w.type == Scalar::bf16;
+  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 || step.shape.state_dim == 256 ? 16 : 32;
+  f.matrices = !f.column_decay && step.ring.w.type == Scalar::bf16;
   if constexpr (delta) {
-    f.ring_bytes = split ? std::max(bytes(step.ring.u.type), bytes(step.ring.v.type)) : bytes(step.ring.u.type);
+    f.ring_bytes = bytes(step.ring.u.type);
+    if (!split) f.flush_ring_bytes = f.ring_bytes;
     f.x_bytes = bytes(step.v.type);
   } else {
     f.x_bytes = bytes(step.x.type);
@@ -80,11 +81,16 @@ bool serves(const StepType& step) {
   if (step.shape.head_dim % 16 != 0) return false;
   if (step.workspace == nullptr || !aligned(step.workspace) || !aligned(step.state)) return false;
   const bool split = is_split(step);
-  if (step.length > (split ? 32 : 64)) return false;
+  constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
+  if (step.length > (delta && split ? 16 : 64)) return false;
+  // The keys of records go through matrix products of bf16.
+  if (delta && split && !has_column_decay(step.shape.recurrence) && step.length > 1 && step.ring.w.type != Scalar::bf16) {
+    return false;
+  }
   if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
   const bool ring = step.length > 1;
   if (ring && !aligned(step.ring.w)) return false;
-  if constexpr (std::is_same_v<StepType, DeltaStep>) {
+  if constexpr (delta) {
     // Shared states fold the cached u in, split ones compute it again: what serving wants of each.
     if (step.closed_loop != split && step.length > 1) return false;
     if (ring && (!aligned(step.ring.u) || (split && !aligned(step.ring.v)))) return false;
@@ -114,8 +120,9 @@ void launch_one(const StepType& step, cudaStream_t stream) {
     return;
   }
   const std::int64_t units = has_column_decay(recurrence) ? step.shape.heads : step.shape.groups;
-  const int prepare_threads_ = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups), has_column_decay(recurrence));
-  prepare<<<static_cast<unsigned>(step.rows * units), static_cast<unsigned>(prepare_threads_), prepare_shared, stream>>>(arguments);
+  const int prepare_threads_ = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups), has_column_decay(recurrence),
+                                                is_delta_rule(recurrence) && Split);
+  prepare<<<static_cast<unsigned>(step.rows * units + 1), static_cast<unsigned>(prepare_threads_), prepare_shared, stream>>>(arguments);
 
   // The states are on their way while the first kernel runs.
   cudaLaunchAttribute overlap{};

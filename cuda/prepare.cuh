@@ -10,8 +10,8 @@
 namespace replayssm::cuda {
 
 /// Threads of a block: 16 for each head, so that their decays are worked out side by side.
-constexpr int prepare_threads(int heads_in_group, bool column_decay) {
-  return column_decay ? 64 : std::clamp(heads_in_group * 16 / 32 * 32, 64, 128);
+constexpr int prepare_threads(int heads_in_group, bool column_decay, bool products) {
+  return column_decay ? 64 : std::clamp(heads_in_group * 16 / 32 * 32, products ? 128 : 64, 128);
 }
 
 /// log(1 + e^z), as in core/real.h.
@@ -73,6 +73,8 @@ struct Places {
     return static_cast<float*>(step.workspace) + layout.vector_offset +
            (row * of + index) * layout.vectors * step.shape.state_dim;
   }
+  /// Rows in the order in which they are to be taken.
+  __device__ int* order() const { return counter() + 4; }
   __device__ int* counter() const {
     return reinterpret_cast<int*>(static_cast<float*>(step.workspace) + layout.counter_offset);
   }
@@ -84,12 +86,11 @@ struct Places {
 
 /// Rows padded or not: the slot and the number of records, -1 for padding.
 __device__ inline int held_of(const Step& step, std::int64_t row, int slot) {
-  if (slot < 0 || slot >= step.slots) return -1;
-  const auto last = static_cast<int>(step.length) - 1;
-  return step.held ? min(max(step.held[row], 0), last) : 0;
+  const int held = step.held ? step.held[row] : 0;  // on its way beside the slot
+  return slot < 0 || slot >= step.slots ? -1 : min(max(held, 0), static_cast<int>(step.length) - 1);
 }
 
-/// A block for each group (KDA: head) of each row.
+/// A block for each group (KDA: head) of each row, and one that orders the rows.
 ///
 /// Vectors left behind: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold it, all
 /// normalised. KDA the same times e^G, then q, e^G and k as they are.
@@ -113,7 +114,10 @@ class Prepare {
     const auto units = static_cast<unsigned>(kColumns ? step_.shape.heads : step_.shape.groups);
     unit_ = static_cast<int>(blockIdx.x % units);
     at_.row = blockIdx.x / units;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *at_.counter() = 0;
+    if (at_.row == step_.rows) {
+      order_rows();
+      return;
+    }
     const int slot = step_.slot[at_.row];
     held_ = held_of(step_, at_.row, slot);
     if (held_ < 0) return;
@@ -122,8 +126,8 @@ class Prepare {
     group_ = kColumns ? unit_ / in_group : unit_;
     flush_ = held_ == step_.length - 1;
     ring_w_ = at_.records(step_.ring.w, group_, N);
-    current_vectors();
     if constexpr (kColumns) {
+      current_vectors();
       columns();
     } else {
       scalars(in_group);
@@ -131,6 +135,35 @@ class Prepare {
   }
 
  private:
+  /// The last block: rows that flush first, because they take longest, then the others; and no tile handed out yet.
+  __device__ void order_rows() const {
+    int* order = at_.order();
+    auto* counts = reinterpret_cast<int*>(shared_);  // of a warp: rows that flush
+    auto front = 0, back = static_cast<int>(step_.rows) - 1;
+    for (int base = 0; base < step_.rows; base += static_cast<int>(blockDim.x)) {
+      const int row = base + static_cast<int>(threadIdx.x);
+      const bool real = row < step_.rows;
+      const bool flush = real && held_of(step_, row, step_.slot[row]) == step_.length - 1;
+      const unsigned flushing = __ballot_sync(~0u, flush), others = __ballot_sync(~0u, real && !flush);
+      if (lane_ == 0) counts[2 * warp_] = __popc(flushing), counts[2 * warp_ + 1] = __popc(others);
+      __syncthreads();
+      int before[2] = {}, all[2] = {};
+      for (int w = 0; w < warps_; ++w) {
+        for (int i = 0; i < 2; ++i) {
+          if (w < warp_) before[i] += counts[2 * w + i];
+          all[i] += counts[2 * w + i];
+        }
+      }
+      const unsigned earlier = (1u << lane_) - 1;
+      if (flush) order[front + before[0] + __popc(flushing & earlier)] = row;
+      if (real && !flush) order[back - before[1] - __popc(others & earlier)] = row;
+      front += all[0];
+      back -= all[1];
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) *at_.counter() = 0;
+  }
+
   static constexpr int kGram = 0;  // of shared memory, in floats: [vectors, slots], then what products() needs
 
   __device__ int slots() const { return at_.layout.slots; }
@@ -180,24 +213,32 @@ class Prepare {
   // ---- one decay a head ---------------------------------------------------------------------------------------------
 
   __device__ void scalars(int in_group) {
-    constexpr int kAtOnce = 4;
+    // Everything is on its way before anything is waited for.
+    constexpr int kAtOnce = 4, kAhead = 2;
+    const int h0 = static_cast<int>(threadIdx.x) / 16, heads_at_once = static_cast<int>(blockDim.x) / 16;
+    Gates ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (h0 + i * heads_at_once < in_group) ahead[i] = load_gates(group_ * in_group + h0 + i * heads_at_once, held_);
+    }
+    float w[kAtOnce][kEach];
+    load_records(warp_ * kAtOnce, w);
+    current_vectors();
     float* gram = shared();
-    Gates first;  // on its way while the products are formed
-    const int h0 = static_cast<int>(threadIdx.x) / 16;
-    if (h0 < in_group) first = load_gates(group_ * in_group + h0, held_);
     for (int base = warp_ * kAtOnce; base <= held_; base += warps_ * kAtOnce) {
+      if (base >= warps_ * kAtOnce) load_records(base, w);
       float sum[kVectors][kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        float w[kEach];
+        if (base + i == held_) {
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) w[e] = base + i == held_ ? vector_[1][e] : 0.0f;
-        if (base + i < held_) load_run(step_.ring.w.type, ring_w_, (base + i) * N + lane_ * kEach, w);
+          for (int e = 0; e < kEach; ++e) w[i][e] = vector_[1][e];
+        }
 #pragma unroll
         for (int m = 0; m < kVectors; ++m) {
           sum[m][i] = 0;
 #pragma unroll
-          for (int e = 0; e < kEach; ++e) sum[m][i] = fmaf(w[e], vector_[m][e], sum[m][i]);
+          for (int e = 0; e < kEach; ++e) sum[m][i] = fmaf(w[i][e], vector_[m][e], sum[m][i]);
         }
       }
 #pragma unroll
@@ -209,16 +250,28 @@ class Prepare {
     }
     __syncthreads();
     // The lanes of a warp go round together: its two heads, or one and a repetition that writes nothing.
-    for (int h = h0; h - h0 < in_group; h += static_cast<int>(blockDim.x) / 16) {
-      const int mine = min(h, in_group - 1);
-      if (h > h0) first = load_gates(group_ * in_group + mine, held_);
-      decays(group_ * in_group + mine, mine, first, h < in_group);
+    for (int i = 0; h0 / 2 * 2 + i * heads_at_once < in_group; ++i) {
+      const int h = h0 + i * heads_at_once, mine = min(h, in_group - 1);
+      Gates g = ahead[0];
+      if (i == 1) g = ahead[1];
+      if (i >= kAhead || h != mine) g = load_gates(group_ * in_group + mine, held_);
+      decays(group_ * in_group + mine, mine, g, h == mine);
     }
     if constexpr (kDelta && Split) {
       if (flush_) {
         __syncthreads();
         products(in_group);
       }
+    }
+  }
+  /// The lane's part of live records base .. base + Count.
+  template <int Count>
+  __device__ void load_records(int base, float (&w)[Count][kEach]) const {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) w[i][e] = 0;
+      if (base + i < held_) load_run(step_.ring.w.type, ring_w_, (base + i) * N + lane_ * kEach, w[i]);
     }
   }
 
@@ -321,30 +374,31 @@ class Prepare {
     }
     __syncthreads();
     const int n = held_ + 1;
+    float* dots = keys + n * kPitch;
     for (int t = static_cast<int>(threadIdx.x); t < n * n; t += static_cast<int>(blockDim.x)) {
       const int i = t / n, j = t % n;
-      if (j > i) continue;
-      float dot = 1;
-      if (j < i) {
-        dot = 0;
-        for (int e = 0; e < N; e += 4) {
-          const float4 a = *reinterpret_cast<const float4*>(keys + i * kPitch + e);
-          const float4 b = *reinterpret_cast<const float4*>(keys + j * kPitch + e);
-          dot = fmaf(a.x, b.x, dot), dot = fmaf(a.y, b.y, dot), dot = fmaf(a.z, b.z, dot), dot = fmaf(a.w, b.w, dot);
-        }
+      if (j >= i) continue;
+      float dot = 0;
+#pragma unroll 4
+      for (int e = 0; e < N; e += 4) {
+        const float4 a = *reinterpret_cast<const float4*>(keys + i * kPitch + e);
+        const float4 b = *reinterpret_cast<const float4*>(keys + j * kPitch + e);
+        dot = fmaf(a.x, b.x, dot), dot = fmaf(a.y, b.y, dot), dot = fmaf(a.z, b.z, dot), dot = fmaf(a.w, b.w, dot);
       }
-      for (int h = 0; h < in_group; ++h) {
-        const int head = group_ * in_group + h;
-        const float* log_decay = shared() + product_gates() + h * slots();
-        float sum = 0;
-        for (int m = i; m > (j < i ? j : -1); --m) sum += log_decay[m];  // from the checkpoint for j = i
-        float* out = at_.products(head);
-        out[j < i ? i * L + j : L * L + i] = expf(sum) * dot;
-        if (j == i) {
-          out[L * L + L + i] =
-              i < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[i] : at_.gates(head)[1];
-        }
+      dots[t] = dot;
+    }
+    __syncthreads();
+    // A thread for each head and record j, whose decay grows as i goes on; j = -1: the checkpoint.
+    for (int t = static_cast<int>(threadIdx.x); t < in_group * (n + 1); t += static_cast<int>(blockDim.x)) {
+      const int h = t / (n + 1), j = t % (n + 1) - 1, head = group_ * in_group + h;
+      const float* log_decay = shared() + product_gates() + h * slots();
+      float* out = at_.products(head);
+      float sum = 0;
+      for (int i = j + 1; i < n; ++i) {
+        sum += log_decay[i];
+        out[j < 0 ? L * L + i : i * L + j] = j < 0 ? expf(sum) : expf(sum) * dots[i * n + j];
       }
+      if (j >= 0) out[L * L + L + j] = j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : at_.gates(head)[1];
     }
   }
 
@@ -466,13 +520,13 @@ std::size_t prepare_shared_bytes(const Step& step, int slots) {
   const auto in_group = static_cast<int>(step.shape.heads / step.shape.groups);
   std::size_t floats = static_cast<std::size_t>((output_vectors(delta, Split) + 1) * slots);
   if (delta && Split && !has_column_decay(recurrence)) {
-    floats += static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length) * (N + 4);
+    floats += static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length * (N + 4 + step.length));
   }
   return floats * sizeof(float);
 }
 
 template <Recurrence recurrence, int N, bool Split>
-__global__ void __launch_bounds__(128, 16)
+__global__ void __launch_bounds__(128, 8)
     prepare_kernel(const __grid_constant__ Arguments<typename Prepare<recurrence, N, Split>::StepType> arguments) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   Prepare<recurrence, N, Split>(arguments, shared_memory).run();

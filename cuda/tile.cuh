@@ -8,6 +8,8 @@ namespace replayssm::cuda {
 
 /// Warps that work, and with the one that fetches.
 inline constexpr int kWarps = 8, kWorkers = 32 * kWarps, kThreads = kWorkers + 32;
+/// Pieces of an anchor that a warp may have on their way.
+inline constexpr int kOwnPieces = 2;
 /// Blocks on a multiprocessor.
 inline constexpr int kResident = 2;
 
@@ -59,8 +61,9 @@ class Tile {
   /// Full: its copies are there. Empty: its workers are done with it.
   __device__ std::uint64_t* full(int stage) const { return barriers() + stage; }
   __device__ std::uint64_t* empty(int stage) const { return barriers() + geometry_.stages + stage; }
-  /// Of further pieces of an anchor.
+  /// Of further pieces of an anchor: the block's, or a warp's own.
   __device__ std::uint64_t* pieces() const { return barriers() + 2 * geometry_.stages; }
+  __device__ std::uint64_t* own_pieces(int slot) const { return pieces() + 1 + warp_ + kWarps * slot; }
   __device__ Assignment& assignment(int stage) const {
     return reinterpret_cast<Assignment*>(memory_ + geometry_.assignments)[stage];
   }
@@ -69,7 +72,7 @@ class Tile {
       barrier_init(full(i), 1);
       barrier_init(empty(i), kWarps);
     }
-    barrier_init(pieces(), 1);
+    for (int i = 0; i < 1 + kOwnPieces * kWarps; ++i) barrier_init(pieces() + i, 1);
     barriers_ready();
   }
 
@@ -79,26 +82,38 @@ class Tile {
   __device__ void fetch_all() {
     const Geometry& g = geometry_;
     const auto all = static_cast<int>(step_.rows * g.tiles), blocks = static_cast<int>(gridDim.x);
-    bool waited = false;
+    // With a tile a block at most, order does not matter and the states need not wait for it.
+    const bool one_round = all <= blocks;
     int stage = 0;
     std::uint32_t phase = 1;  // of a barrier that nobody has arrived at, the phase before counts as complete
-    for (int next = static_cast<int>(blockIdx.x); next < all;) {
-      Assignment a{next / g.tiles, next % g.tiles, 0, 0};
-      a.slot = step_.slot[a.row];
-      a.held = held_of(step_, a.row, a.slot);
-      if (a.held >= 0) {
+    const auto assign_tile = [&](int tile) {
+      Assignment a{0, tile % g.tiles, -1, -1};
+      if (tile < all) {
+        a.row = one_round ? tile / g.tiles : at_.order()[tile / g.tiles];
+        a.slot = step_.slot[a.row];
+        a.held = held_of(step_, a.row, a.slot);
+      }
+      return a;
+    };
+    if (!one_round) wait_for_predecessor();
+    // Two tiles are always on their way here: where the next lies is being read while the number of the one behind it
+    // is drawn.
+    int tile = static_cast<int>(blockIdx.x), next = tile + blocks;
+    Assignment current = assign_tile(tile);
+    while (tile < all) {
+      int drawing = 0;
+      if (lane_ == 0 && !one_round) drawing = atomicAdd(at_.counter(), 1);
+      const Assignment behind = assign_tile(next);
+      if (current.held >= 0) {
         barrier_wait(empty(stage), phase);
-        assign(stage, a);
-        if (lane_ == 0) assignment(stage) = a;
-        fetch(stage, waited);
+        assign(stage, current);
+        if (lane_ == 0) assignment(stage) = current;
+        fetch(stage, one_round);
         if (++stage == g.stages) stage = 0, phase ^= 1;
       }
-      if (!waited) {
-        wait_for_predecessor();
-        waited = true;
-      }
-      if (lane_ == 0) next = atomicAdd(at_.counter(), 1) + blocks;
-      next = __shfl_sync(~0u, next, 0);
+      tile = next;
+      current = behind;
+      next = 2 * blocks + __shfl_sync(~0u, drawing, 0);
     }
     barrier_wait(empty(stage), phase);
     if (lane_ == 0) {
@@ -155,11 +170,12 @@ class Tile {
   __device__ void write_y(int r, float y) const {
     store(step_.y_type, step_.y, at_.row * step_.y_stride + first_ + r, y);
   }
-  /// The barrier expects a piece of the checkpoint or anchor from row `done` of the tile. For one thread.
+  /// Of the piece of the checkpoint or anchor from row `done` of the tile.
   __device__ int piece_bytes(int done) const {
     return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor);
   }
-  __device__ const std::byte* anchor_piece(int done) const {
+  /// The checkpoint or anchor from row `done` of the tile.
+  __device__ const std::byte* anchor_rows(int done) const {
     return codes(step_.state, Anchor) + static_cast<std::int64_t>(done) * N * bytes(Anchor);
   }
 
@@ -174,8 +190,8 @@ class Tile {
 
  private:
   /// Starts all copies of a tile: states with their scales, live records [heads, held, head_rows], x, and what
-  /// prepare_kernel() left, for which the first tile waits.
-  __device__ void fetch(int stage, bool waited) const {
+  /// prepare_kernel() left, for which it may have to wait.
+  __device__ void fetch(int stage, bool wait) const {
     const Geometry& g = geometry_;
     std::uint64_t* barrier = full(stage);
     const auto P = static_cast<int>(step_.shape.head_dim);
@@ -189,7 +205,7 @@ class Tile {
       arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
                                                             gate_bytes + vector_bytes + w_bytes + g.heads * held_ * record_bytes));
       const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
-      bulk_copy(shared_, flush_ ? anchor_piece(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
+      bulk_copy(shared_, flush_ ? anchor_rows(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
       if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
       bulk_copy(shared_ + g.x,
                 static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
@@ -211,7 +227,7 @@ class Tile {
                   static_cast<std::uint32_t>(run_bytes), barrier);
       }
     }
-    if (!waited) wait_for_predecessor();
+    if (wait) wait_for_predecessor();
     if (lane_ == 0) {
       bulk_copy(shared_ + g.gates, at_.gates(head_), static_cast<std::uint32_t>(gate_bytes), barrier);
       const int groups = static_cast<int>(kColumns ? step_.shape.heads : step_.shape.groups);
