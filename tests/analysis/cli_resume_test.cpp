@@ -64,7 +64,7 @@ class ResumeAfter : public ResumeTest, public testing::WithParamInterface<End> {
 TEST_P(ResumeAfter, AnyLayerGivesTheSameFile) {
   const auto [command, signal] = GetParam();
   ASSERT_EQ(run(study(command, "whole.h5")).code, 0);
-  for (const std::int64_t layers : {0, 1, 4, 7, 8}) {
+  for (const std::int64_t layers : {0, 4, 8}) {
     SCOPED_TRACE(layers);
     const Process process = start(study(command, "x.h5"));
     while (!fs::exists(path("x.h5")) &&
