@@ -187,7 +187,7 @@ class Observer {
     LayerErrors& e = errors_[key];
     Collected& c = collected_[key];
     const auto heads = static_cast<std::size_t>(shape.heads);
-    const LocalBound bound(shape, policies_[key.second], unit_roundoff(backend_.precision()));
+    const LocalBound bound(shape, policies_[key.second], unit_roundoff(backend_.recurrence_precision()));
     e.layer = key.first;
     e.kind = model_.layers()[static_cast<std::size_t>(key.first)].kind;
     for (auto* by_head : {&e.y_local_by_head, &e.y_propagated_by_head, &e.state_local_by_head}) by_head->resize(heads);
