@@ -87,7 +87,7 @@ void LayerObserver::start_chunk(const LayerChunk& chunk, const RecurrenceShape& 
     bounds_.assign(policies_.size(), {});
     for (std::size_t i = 0; i < policies_.size(); ++i) {
       if (!policies_[i].covers(chunk.layer)) continue;
-      bounds_[i].assign(heads, LocalBound(shape, policies_[i], unit_roundoff(backend_.precision())));
+      bounds_[i].assign(heads, LocalBound(shape, policies_[i], unit_roundoff(backend_.recurrence_precision())));
       if (chunk.sequence == 0) start_layer({chunk.layer, i}, shape);
     }
     if (chunk.sequence == 0) log_decay_.assign(heads, 0.0), decays_ = 0;

@@ -103,7 +103,8 @@ TraceSelection parse_trace(std::string_view items, std::string_view layers) {
 struct LayerTrace::Layer {
   const std::int64_t layer;
   const RecurrenceShape shape;
-  const bool narrow;  // computed in fp32: values are stored so, which they fit exactly
+  const bool narrow;         // computed in fp32: values are stored so, which they fit exactly
+  const bool narrow_states;  // the states that a policy rounds are
   std::size_t first_policy = 0, last_policy = 0;
   TraceWriter file;
   std::vector<HeadRun> runs = {};
@@ -139,7 +140,7 @@ struct LayerTrace::Layer {
   void add_stored(const std::string& path, const Format& format, const std::vector<double>& state) {
     if (format.exact()) return add(path, state);
     const std::int64_t rows = shape.heads * shape.head_dim, N = shape.state_dim;
-    const StoredRows codes = narrow
+    const StoredRows codes = narrow_states
         ? codes_of_rounded(format, std::vector<float>(state.begin(), state.end()).data(), rows, N)
         : codes_of_rounded(format, state.data(), rows, N);
     switch (code_type(format.element)) {
@@ -223,7 +224,8 @@ void LayerTrace::start_layer(const LayerChunk& chunk) {
   std::filesystem::remove(file_of(chunk.layer));  // of a run that was ended in this layer
   const LayerInfo& info = model_.layers()[size(chunk.layer)];
   const RecurrenceShape shape = *info.recurrence;
-  layer_.reset(new Layer{chunk.layer, shape, backend_.precision() == Precision::fp32, chunk.policy, chunk.policy,
+  layer_.reset(new Layer{chunk.layer, shape, backend_.precision() == Precision::fp32,
+                         backend_.recurrence_precision() == Precision::fp32, chunk.policy, chunk.policy,
                          TraceWriter(file_of(chunk.layer).string())});
   for (std::size_t i = chunk.policy; i < policies_.size(); ++i) {
     if (policies_[i].covers(chunk.layer)) layer_->last_policy = i;

@@ -53,6 +53,8 @@ Json statistics_json(const DivergenceStatistics& s) {
           {"p99", s.p99},   {"max", s.max}, {"infinite", s.infinite}};
 }
 
+Json overflows_json(std::int64_t overflows, bool counted) { return counted ? Json(overflows) : Json(nullptr); }
+
 Json event_json(const std::optional<std::pair<RangeEvents::Event, std::int64_t>>& event) {
   if (!event) return nullptr;
   return {{"token", event->first.step}, {"layer", event->second}, {"head", event->first.head}};
@@ -98,7 +100,7 @@ Json result_json(const PolicyResult& result) {
                       {"kind", layer.kind},
                       {"y_rel_l2", error_json(layer.y_rel_l2)},
                       {"state_rel_l2", error_json(layer.state_rel_l2)},
-                      {"overflows", layer.events.overflows}});
+                      {"overflows", overflows_json(layer.events.overflows, layer.events.overflows_counted)}});
   }
   return {{"policy", result.policy.text()},
           {"control", result.policy.exact()},
@@ -107,7 +109,7 @@ Json result_json(const PolicyResult& result) {
           {"top1_agreement", d.top1_agreement},
           {"top1_ties", d.top1_ties},
           {"delta_p", {{"rms", d.delta_p.rms}, {"p1", d.delta_p.p1}, {"p99", d.delta_p.p99}}},
-          {"overflows", result.overflows()},
+          {"overflows", overflows_json(result.overflows(), result.overflows_counted())},
           {"first_non_finite", event_json(result.first_non_finite())},
           {"non_finite", d.non_finite},
           {"nll", d.nll},
@@ -121,7 +123,17 @@ Json result_json(const PolicyResult& result) {
           {"layers", layers}};
 }
 
+std::string recurrence_text(const RunFacts& facts) {
+  if (facts.activations.empty()) return "";
+  return "; recurrences of policies in fp32 by the kernels of " + facts.device + ", activations " + facts.activations +
+         ", exact rings in fp32, overflows not counted";
+}
+
 Json run_json(const Model& model, const RunFacts& facts) {
+  Json recurrence = nullptr;  // the reference's
+  if (!facts.activations.empty()) {
+    recurrence = {{"arithmetic", "fp32"}, {"activations", facts.activations}, {"exact_ring", "fp32"}};
+  }
   return {{"command", facts.command},
           {"version", version()},
           {"model",
@@ -136,6 +148,7 @@ Json run_json(const Model& model, const RunFacts& facts) {
           {"reference", "exact"},
           {"device", facts.device},
           {"precision", facts.precision},
+          {"kernels", recurrence},
           {"seconds", facts.seconds},
           {"provenance",
            {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", nullptr}}}};
@@ -161,6 +174,7 @@ void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, con
   file.attribute("/run", "sequences", tokens.sequences);
   file.attribute("/run", "device", facts.device);
   file.attribute("/run", "precision", facts.precision);
+  if (!facts.activations.empty()) file.attribute("/run", "activations", facts.activations);
   file.attribute("/run", "reference", std::string("exact"));
   file.attribute("/run", "units", std::string("KL and NLL in nats, errors relative L2, lengths in tokens"));
   file.attribute("/run", "threads", std::int64_t{facts.threads});
@@ -222,7 +236,7 @@ void write_kl(const std::string& path, const Model& model, const RunFacts& facts
     std::vector<double> y, y_local, state, state_local;
     for (const LayerResult& layer : result.layers) {
       index.push_back(layer.layer);
-      overflows.push_back(layer.events.overflows);
+      overflows.push_back(layer.events.overflows_counted ? layer.events.overflows : -1);
       y.push_back(layer.y_rel_l2.propagated);
       y_local.push_back(layer.y_rel_l2.local);
       state.push_back(layer.state_rel_l2.propagated);
@@ -236,7 +250,8 @@ void write_kl(const std::string& path, const Model& model, const RunFacts& facts
     file.dataset(at + "layers/y_rel_l2_local", y_local, layers, {"relative L2", y_text});
     file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
     file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
-    file.dataset(at + "layers/overflows", overflows, layers, {"elements", "finite values beyond the format's range"});
+    file.dataset(at + "layers/overflows", overflows, layers,
+                 {"elements", "finite values beyond the format's range; -1: not counted"});
     file.attribute(group, "bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence);
     file.attribute(group, "bytes_moved_per_token", result.cost.bytes_moved_per_token);
     file.attribute(group, "flushes", result.cost.flushes);

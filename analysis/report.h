@@ -14,9 +14,14 @@ struct RunFacts {
   std::string command, model_path, model_sha256, tokens_path;
   std::int64_t tokens = 0, sequences = 0;
   std::string device = "cpu", precision = "fp64";
+  /// What a device's kernels are fed and write: fp32, fp16 or bf16. Empty where the CPU does everything.
+  std::string activations = {};
   int threads = 1;
   double seconds = 0;
 };
+
+/// What a heading adds where a device's kernels advance the states; empty where the CPU does.
+std::string recurrence_text(const RunFacts& facts);
 
 /// The KL report as a table for people, one row a policy.
 std::string kl_table(const std::vector<PolicyResult>& results);

@@ -309,6 +309,10 @@ std::int64_t PolicyResult::overflows() const {
   return sum;
 }
 
+bool PolicyResult::overflows_counted() const {
+  return std::ranges::all_of(layers, [](const LayerResult& layer) { return layer.events.overflows_counted; });
+}
+
 std::optional<std::pair<RangeEvents::Event, std::int64_t>> PolicyResult::first_non_finite() const {
   std::optional<std::pair<RangeEvents::Event, std::int64_t>> first;
   for (const LayerResult& layer : layers) {

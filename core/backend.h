@@ -98,6 +98,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual Precision precision() const = 0;
+  /// The precision in which advance() computes a state that a policy rounds.
+  virtual Precision recurrence_precision() const { return precision(); }
 
   virtual Tensor zeros(std::int64_t rows, std::int64_t columns) = 0;
   /// Rows ids of table [vocabulary, width].

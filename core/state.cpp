@@ -26,6 +26,7 @@ bool all_finite(const Real* x, std::int64_t n) {
 
 void RangeEvents::merge(const RangeEvents& other) {
   overflows += other.overflows;
+  overflows_counted = overflows_counted && other.overflows_counted;
   keep_earlier(first_overflow, other.first_overflow);
   keep_earlier(first_non_finite, other.first_non_finite);
 }

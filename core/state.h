@@ -19,6 +19,7 @@ struct RangeEvents {
   std::int64_t overflows = 0;             ///< finite values beyond the format's range when they were stored
   std::optional<Event> first_overflow;    ///< the first of them
   std::optional<Event> first_non_finite;  ///< the first Inf or NaN in an output or a stored state
+  bool overflows_counted = true;          ///< false where the state was stored by what keeps no count of them
 
   void merge(const RangeEvents&);
 };

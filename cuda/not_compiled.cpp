@@ -1,6 +1,7 @@
 // Everything public of cuda/ in a build without CUDA: the same symbols, so that no caller needs an #ifdef.
 
 #include "core/error.h"
+#include "cuda/backend.h"
 #include "cuda/bench.h"
 #include "cuda/convert.h"
 #include "cuda/decode.h"
@@ -30,6 +31,7 @@ void decode_rows(Storage, const void*, const float*, std::int64_t, std::int64_t,
 Ceilings measure_ceilings() { refuse("measure_ceilings"); }
 void check_case(const BenchCase&) { refuse("bench"); }
 BenchResult bench(const BenchCase&) { refuse("bench"); }
+std::shared_ptr<StepDevice> gpu(Kernel) { refuse("gpu"); }
 bool available() { return false; }
 
 }  // namespace replayssm::cuda

@@ -365,6 +365,11 @@ TEST(StateEvents, MergeKeepsTheEarliest) {
   EXPECT_EQ(all.overflows, 3);
   EXPECT_EQ(all.first_overflow, (Event{5, 0}));
   EXPECT_EQ(all.first_non_finite, (Event{6, 9}));
+  EXPECT_TRUE(all.overflows_counted);
+  all.merge({0, {}, {}, false});
+  EXPECT_FALSE(all.overflows_counted);
+  all.merge({});
+  EXPECT_FALSE(all.overflows_counted);
 }
 
 }  // namespace
