@@ -33,7 +33,8 @@ int run(const Options& options) {
   input.facts.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
-              << input.tokens.length << " tokens, " << input.facts.precision << "; relative L2 errors; KL in nats\n\n"
+              << input.tokens.length << " tokens, " << input.facts.precision << recurrence_text(input.facts)
+              << "; relative L2 errors; KL in nats\n\n"
               << layers_table(study);
   }
   if (!options.output.empty()) write_layers(options.output, *input.model, input.facts, study);
