@@ -20,8 +20,8 @@ struct Machine {
   std::string device = "cpu", precision = "fp64";
 
   void add_to(CLI::App& app);
-  /// Throws Error for a device that this build does not have.
-  std::unique_ptr<Backend> backend() const;
+  /// The reference on the CPU.
+  std::unique_ptr<Backend> reference() const;
 };
 
 /// Opens a model and prints its notices on standard error.

@@ -19,7 +19,7 @@ int run(const Options& options) {
 
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
-              << input.tokens.length << " tokens, " << input.facts.precision << ", reference NLL "
+              << input.tokens.length << " tokens, " << input.facts.precision << recurrence_text(input.facts) << ", reference NLL "
               << results.front().divergence.nll_reference << " nats/token, KL in nats\n"
               << kl_table(results);
   }

@@ -59,7 +59,8 @@ int run(const Options& options) {
   });
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
-              << input.tokens.length << " tokens, " << input.facts.precision << "; relative L2 errors; KL in nats\n\n"
+              << input.tokens.length << " tokens, " << input.facts.precision << recurrence_text(input.facts)
+              << "; relative L2 errors; KL in nats\n\n"
               << layers_table(study);
   }
   session.finish(

@@ -19,9 +19,12 @@ struct Options {
 int run(const Options& options) {
   using Json = nlohmann::ordered_json;
   if (!(options.bound >= 0)) fail("--bound must be a number of at least 0, found ", options.bound);
+  if (options.machine.device != "cpu") {
+    fail("--device ", options.machine.device, ": verify runs the exact state, which the CPU keeps");
+  }
   check_writable(options.json);
   const auto model = open_model(options.model);
-  const auto backend = options.machine.backend();
+  const auto backend = options.machine.reference();
   const Verification result = verify(*model, *backend, options.golden);
   const bool passed = result.worst() <= options.bound;
   if (options.json != "-") {

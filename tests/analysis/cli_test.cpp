@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cuda/decode.h"
 #include "tests/support/process.h"
 
 namespace replayssm {
@@ -48,7 +49,10 @@ TEST_F(CommandTest, UsageErrors) {
   for (const string option : {"--max-tokens", "--sequences"}) {
     for (const string value : {"0", "-3", "many"}) expect_refused(with({option, value}), {option, value});
   }
-  expect_refused(with({"--device", "cuda"}), {"--device", "cuda"});
+  if (!cuda::available()) expect_refused(with({"--device", "cuda"}), {"--device cuda", "no CUDA"});
+  expect_refused(with({"--activations", "bf16"}), {"--activations bf16", "--device cuda"});
+  expect_refused(with({"--device", "cuda", "--activations", "int8"}), {"--activations", "int8"});
+  expect_refused({"verify", mamba2_, "--golden", mamba2_golden_, "--device", "cuda"}, {"--device cuda", "verify"});
   expect_refused(with({"--device", "tpu"}), {"--device", "tpu"});
   expect_refused(with({"--precision", "fp16"}), {"--precision", "fp16"});
   expect_refused(with({"-p", "eagr(state=bf16)"}), {"'eagr(state=bf16)'", "'eagr'"});
