@@ -49,8 +49,8 @@ void check_policy(const RecurrenceShape& shape, const Policy& policy);
 /// counts no overflows, which stay on the device; its first_non_finite is the first output, or else the state at the
 /// end, that is not finite: a stored state that is not is found in the output that reads it next.
 ///
-/// new_state() throws what
-/// check_policy() throws; advance() throws Error for a state of another backend and for what decode() refuses.
+/// new_state() throws what check_policy() throws; advance() throws Error for a state of another backend and for what
+/// decode() refuses.
 std::unique_ptr<Backend> backend(std::unique_ptr<Backend> host, std::shared_ptr<StepDevice> device,
                                  Scalar activations = Scalar::fp32);
 

@@ -33,6 +33,7 @@ StudySession::StudySession(const StudyArguments& arguments, StudyInput& input, c
       {"tokens", std::to_string(facts.tokens) + " " + sha256_hex(std::as_bytes(std::span(input.tokens.ids)))},
       {"device", facts.device},
       {"precision", facts.precision},
+      {"activations", facts.activations},
       {"policies", std::to_string(input.policies.size())}};
   for (std::size_t i = 0; i < input.policies.size(); ++i) {
     identity.emplace_back("policy " + std::to_string(i), input.policies[i].text());
