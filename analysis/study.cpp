@@ -281,8 +281,8 @@ class Study {
 
   [[noreturn]] void stop() const {
     const std::int64_t layers = std::ssize(model_.layers());
-    const std::string where =
-        step_ < layers ? "in layer " + std::to_string(step_) + " of " + std::to_string(layers) : "behind the last layer";
+    const std::string where = step_ < layers ? "in layer " + std::to_string(step_) + " of " + std::to_string(layers)
+                                             : "behind the last layer";
     throw Interrupted("interrupted " + where);
   }
 

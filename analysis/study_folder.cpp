@@ -47,7 +47,8 @@ void check_identity(const fs::path& folder, const StudyFolder::Identity& identit
     fail(folder.string(), ": cannot resume: this run has ", name, " '", value, "', the interrupted one ",
          same_name ? "had '" + found.substr(name.size() + 2) + "'" : "had no such thing");
   }
-  if (lines.size() != identity.size() + 1) fail(folder.string(), ": cannot resume: ", lines.back(), " is not in this run");
+  if (lines.size() != identity.size() + 1)
+    fail(folder.string(), ": cannot resume: ", lines.back(), " is not in this run");
 }
 
 void write_identity(const fs::path& folder, const StudyFolder::Identity& identity) {

@@ -19,8 +19,8 @@ int run(const Options& options) {
 
   if (options.json != "-") {
     std::cout << options.model << " (" << input.model->type() << "), " << input.tokens.sequences << " x "
-              << input.tokens.length << " tokens, " << input.facts.precision << recurrence_text(input.facts) << ", reference NLL "
-              << results.front().divergence.nll_reference << " nats/token, KL in nats\n"
+              << input.tokens.length << " tokens, " << input.facts.precision << recurrence_text(input.facts)
+              << ", reference NLL " << results.front().divergence.nll_reference << " nats/token, KL in nats\n"
               << kl_table(results);
   }
   session.finish([&](const std::string& path) { write_kl(path, *input.model, input.facts, input.tokens, results); },

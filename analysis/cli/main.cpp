@@ -17,7 +17,8 @@ namespace replayssm::cli {
 void Machine::add_to(CLI::App& app) {
   threads = static_cast<int>(std::thread::hardware_concurrency());
   app.add_option("--threads", threads, "Threads; results do not depend on them")->check(CLI::Range(1, 1024));
-  app.add_option("--device", device, "Where the states of policies are advanced: cpu, or cuda for the decode kernels")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--device", device, "Where the states of policies are advanced: cpu, or cuda for the decode kernels")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")
       ->check(CLI::IsMember({"fp64", "fp32"}));
 }
