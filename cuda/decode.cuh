@@ -16,7 +16,7 @@ class Outputs : public TileType {
   using Row = Lay<N, T::Read, (N == 256 || (N == 128 && (kVectors == 3 || (kVectors == 2 && bytes(T::Read) > 1))) ? 16 : 8)>;
   static constexpr int kAtOnce = 32 / Row::lanes;
   /// Rows that a warp reads before it sums them up.
-  static constexpr int kBatch = bytes(T::Read) == 4 ? 8 : bytes(T::Read) == 2 || N == 256 ? 16 : 32;
+  static constexpr int kBatch = bytes(T::Read) == 4 ? 8 : bytes(T::Read) == 2 || N == 256 || kVectors > 2 ? 16 : 32;
   static constexpr int kIterations = kBatch / kAtOnce, kCopies = Row::lanes / kIterations;
 
  public:
@@ -86,7 +86,7 @@ class Outputs : public TileType {
       store(field.type, at_.records(field, head_ + h, P), static_cast<std::int64_t>(held_) * P + p0_ + p, u);
     };
     if constexpr (!T::kDelta) {
-      this->write_y(r, fmaf(gate[2], x, fmaf(weight[held_], x, z[0])));
+      this->write_y(r, this->with_skip(gate, x, fmaf(weight[held_], x, z[0])));
       append(step_.ring.v, x);
     } else {
       const float u = gate[1] * (x - z[1]);

@@ -58,7 +58,7 @@ Arguments<StepType> arrange(const StepType& step) {
   f.split = split;
   f.ring_bytes = f.flush_ring_bytes = bytes(step.ring.v.type);
   f.w_bytes = bytes(step.ring.w.type);
-  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 || step.shape.state_dim == 256 ? 16 : 32;
+  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 || step.shape.state_dim == 256 || (delta && split) ? 16 : 32;
   f.matrices = !f.column_decay && step.ring.w.type == Scalar::bf16;
   if constexpr (delta) {
     f.ring_bytes = bytes(step.ring.u.type);
@@ -91,8 +91,9 @@ bool serves(const StepType& step) {
   const bool ring = step.length > 1;
   if (ring && !aligned(step.ring.w)) return false;
   if constexpr (delta) {
-    // Shared states fold the cached u in, split ones compute it again: what serving wants of each.
-    if (step.closed_loop != split && step.length > 1) return false;
+    // Shared states fold the cached u in, split ones compute it again: what serving wants of each. Of a shared state
+    // that flushes at every token both are the same.
+    if (split ? !step.closed_loop : step.closed_loop && step.length > 1) return false;
     if (ring && (!aligned(step.ring.u) || (split && !aligned(step.ring.v)))) return false;
     if (ring && has_column_decay(step.shape.recurrence) && !aligned(step.ring.log_decay)) return false;
     if (!aligned(step.q) || !aligned(step.k) || !aligned(step.v)) return false;

@@ -213,16 +213,19 @@ class Prepare {
   // ---- one decay a head ---------------------------------------------------------------------------------------------
 
   __device__ void scalars(int in_group) {
-    // Everything is on its way before anything is waited for.
+    // What the ring holds of the first heads and records is on its way before anything is waited for.
     constexpr int kAtOnce = 4, kAhead = 2;
     const int h0 = static_cast<int>(threadIdx.x) / 16, heads_at_once = static_cast<int>(blockDim.x) / 16;
-    Gates ahead[kAhead];
+    float ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (h0 + i * heads_at_once < in_group) ahead[i] = load_gates(group_ * in_group + h0 + i * heads_at_once, held_);
+      ahead[i] = record_gate(group_ * in_group + min(h0 + i * heads_at_once, in_group - 1), held_ - lane_ % 16);
     }
     float w[kAtOnce][kEach];
     load_records(warp_ * kAtOnce, w);
+    for (int h = static_cast<int>(threadIdx.x); h < in_group; h += static_cast<int>(blockDim.x)) {
+      current_gates(group_ * in_group + h, h);
+    }
     current_vectors();
     float* gram = shared();
     for (int base = warp_ * kAtOnce; base <= held_; base += warps_ * kAtOnce) {
@@ -252,10 +255,9 @@ class Prepare {
     // The lanes of a warp go round together: its two heads, or one and a repetition that writes nothing.
     for (int i = 0; h0 / 2 * 2 + i * heads_at_once < in_group; ++i) {
       const int h = h0 + i * heads_at_once, mine = min(h, in_group - 1);
-      Gates g = ahead[0];
-      if (i == 1) g = ahead[1];
-      if (i >= kAhead || h != mine) g = load_gates(group_ * in_group + mine, held_);
-      decays(group_ * in_group + mine, mine, g, h == mine);
+      float record = i == 0 ? ahead[0] : ahead[1];
+      if (i >= kAhead) record = record_gate(group_ * in_group + mine, held_ - lane_ % 16);
+      decays(group_ * in_group + mine, mine, record, h == mine);
     }
     if constexpr (kDelta && Split) {
       if (flush_) {
@@ -275,51 +277,48 @@ class Prepare {
     }
   }
 
-  /// What a lane needs of its record, j = newest - lane % 16, and of the token at hand.
-  struct Gates {
-    float record = 0, rate = 0, gain = 0, gate = 0, bias = 0;
-  };
-  __device__ Gates load_gates(int head, int newest) const {
-    Gates g;
-    const int j = newest - lane_ % 16;
-    g.rate = step_.A_log[head];
-    g.bias = step_.dt_bias[head];
-    if constexpr (kDelta) {
-      g.gain = load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head);
-      g.gate = load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head);
-    } else {
-      g.gain = load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head);
-    }
-    if (j >= 0 && j < held_) g.record = record_gate(head)[j];
-    return g;
+  /// What the ring holds of a head's decay, dt or its logarithm, of a live record; 0 for others.
+  __device__ float record_gate(int head, int j) const {
+    if (j < 0 || j >= held_) return 0;
+    return reinterpret_cast<const float*>(at_.records(kDelta ? step_.ring.log_decay : step_.ring.gain, head, 1))[j];
   }
-  /// What the ring holds of a head's decay: dt, or its logarithm.
-  __device__ const float* record_gate(int head) const {
-    return reinterpret_cast<const float*>(at_.records(kDelta ? step_.ring.log_decay : step_.ring.gain, head, 1));
+
+  /// Of head h: rate -e^A_log, dt or beta, and the log decay of the token at hand.
+  __device__ float* current(int h) const { return shared() + kVectors * slots() + 3 * h; }
+
+  __device__ void current_gates(int head, int h) const {
+    const float rate = -expf(step_.A_log[head]), bias = step_.dt_bias[head];
+    float gain, log_decay;
+    if constexpr (kDelta) {
+      gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
+      log_decay = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head) + bias);
+    } else {
+      gain = softplus(load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head) + bias);
+      if (gain < step_.dt_min) gain = step_.dt_min;
+      if (gain > step_.dt_max) gain = step_.dt_max;
+      log_decay = rate * gain;
+    }
+    float* out = current(h);
+    out[0] = rate, out[1] = gain, out[2] = log_decay;
+    float* gates = at_.gates(head);
+    gates[1] = gain, gates[2] = skip(head), gates[3] = 0;
+    if (!flush_) {
+      if constexpr (kDelta) reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, 1))[held_] = log_decay;
+      if constexpr (!kDelta || Split) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = gain;
+    }
   }
 
   /// Suffix sums, newest first, 16 records at a time; differences of prefix sums would cancel. Half a warp a head.
-  __device__ void decays(int head, int h, const Gates& g, bool write) {
+  __device__ void decays(int head, int h, float record, bool write) {
     float* out = at_.gates(head);
-    const float rate = -expf(g.rate);
-    float current_gain, current_log;
-    if constexpr (kDelta) {
-      current_gain = step_.beta_scale * sigmoid(g.gain);
-      current_log = rate * softplus(g.gate + g.bias);
-    } else {
-      current_gain = softplus(g.gain + g.bias);
-      if (current_gain < step_.dt_min) current_gain = step_.dt_min;
-      if (current_gain > step_.dt_max) current_gain = step_.dt_max;
-      current_log = rate * current_gain;
-    }
+    const float rate = current(h)[0], current_gain = current(h)[1], current_log = current(h)[2];
     const int lane = lane_ % 16;
-    float newer = 0, record = g.record;  // newer: sum over the records that are newer than these 16
+    float newer = 0;  // sum over the records that are newer than these 16
     for (int base = held_; base >= 0; base -= 16) {
       const int j = base - lane;  // lane 0 is the newest
-      if (base < held_) record = j >= 0 ? record_gate(head)[j] : 0;
+      if (base < held_) record = record_gate(head, j);
       const float gain = j == held_ ? current_gain : record;
       float own = j == held_ ? current_log : kDelta ? record : rate * record;
-      if (j < 0) own = 0;
       if constexpr (kDelta && Split) {
         if (flush_ && j >= 0 && write) shared()[product_gates() + h * slots() + j] = own;
       }
@@ -340,13 +339,7 @@ class Prepare {
       }
       newer += __shfl_sync(~0u, sum, 15, 16);
     }
-    if (lane == 0 && write) {
-      *reinterpret_cast<float4*>(out) = make_float4(expf(newer), current_gain, skip(head), 0);
-      if (!flush_) {
-        if constexpr (kDelta) reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, 1))[held_] = current_log;
-        if constexpr (!kDelta || Split) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = current_gain;
-      }
-    }
+    if (lane == 0 && write) out[0] = expf(newer);
   }
 
   __device__ float skip(int head) const {
@@ -357,7 +350,11 @@ class Prepare {
   }
 
   static constexpr int kPitch = N + 4;  // of the keys in shared memory: rows four banks apart
-  __device__ int product_gates() const { return (kVectors + 1) * slots(); }
+  /// Behind the products of vectors and the current gates of the group's heads.
+  __device__ int product_gates() const {
+    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
+    return kVectors * slots() + (3 * in_group + 3) / 4 * 4;
+  }
   __device__ int product_keys(int in_group) const { return product_gates() + in_group * slots(); }
 
   /// What feeds the records' u into each other: e^{g_{j+1} + ... + g_i} w_j . w_i for j < i; e^{g_0 + ... + g_i}; beta_i.
@@ -398,7 +395,7 @@ class Prepare {
         sum += log_decay[i];
         out[j < 0 ? L * L + i : i * L + j] = j < 0 ? expf(sum) : expf(sum) * dots[i * n + j];
       }
-      if (j >= 0) out[L * L + L + j] = j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : at_.gates(head)[1];
+      if (j >= 0) out[L * L + L + j] = j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : current(h)[1];
     }
   }
 
@@ -518,10 +515,11 @@ template <Recurrence recurrence, int N, bool Split>
 std::size_t prepare_shared_bytes(const Step& step, int slots) {
   constexpr bool delta = is_delta_rule(recurrence);
   const auto in_group = static_cast<int>(step.shape.heads / step.shape.groups);
-  std::size_t floats = static_cast<std::size_t>((output_vectors(delta, Split) + 1) * slots);
+  auto floats = static_cast<std::size_t>(output_vectors(delta, Split) * slots + (3 * in_group + 3) / 4 * 4);
   if (delta && Split && !has_column_decay(recurrence)) {
     floats += static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length * (N + 4 + step.length));
   }
+  floats = std::max(floats, std::size_t{8});  // order_rows()
   return floats * sizeof(float);
 }
 

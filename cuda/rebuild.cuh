@@ -468,7 +468,7 @@ class Rebuild : public TileType {
     y[1] = lane_sum<8, 4>(y[1]);
     if (own() < 2) {
       const float mine = own() == 0 ? y[0] : y[1];
-      this->write_y(r + own(), fmaf(this->gates(h)[2], kDelta ? 0.0f : this->value(r + own()), mine));
+      this->write_y(r + own(), this->with_skip(this->gates(h), this->value(r + own()), mine));
     }
   }
 

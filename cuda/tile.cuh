@@ -167,6 +167,13 @@ class Tile {
   __device__ const float* gates(int h) const { return in_shared<float>(geometry_.gates) + h * at_.layout.gate_stride; }
   __device__ const float* vector(int m) const { return in_shared<float>(geometry_.vectors) + m * N; }
   __device__ int head_of(int r) const { return geometry_.heads == 1 ? 0 : r / geometry_.head_rows; }
+  /// y + D x. Without D nothing is added: 0 times infinity would be NaN.
+  __device__ float with_skip(const float* gate, float x, float y) const {
+    if constexpr (!kDelta) {
+      if (step_.D) return fmaf(gate[2], x, y);
+    }
+    return y;
+  }
   __device__ void write_y(int r, float y) const {
     store(step_.y_type, step_.y, at_.row * step_.y_stride + first_ + r, y);
   }
