@@ -13,7 +13,8 @@ class Outputs : public TileType {
   using T::at_, T::geometry_, T::head_, T::held_, T::lane_, T::p0_, T::shared_, T::step_, T::warp_;
   static constexpr int kVectors = T::kVectors, N = T::N;
   /// Lanes a row: few, so that few exchanges sum it up, as long as their parts of the vectors fit in registers.
-  using Row = Lay<N, T::Read, (N == 256 || (N == 128 && (kVectors == 3 || (kVectors == 2 && bytes(T::Read) > 1))) ? 16 : 8)>;
+  using Row =
+      Lay<N, T::Read, (N == 256 || (N == 128 && (kVectors == 3 || (kVectors == 2 && bytes(T::Read) > 1))) ? 16 : 8)>;
   static constexpr int kAtOnce = 32 / Row::lanes;
   /// Rows that a warp reads before it sums them up.
   static constexpr int kBatch = bytes(T::Read) == 4 ? 8 : bytes(T::Read) == 2 || N == 256 || kVectors > 2 ? 16 : 32;
@@ -79,7 +80,8 @@ class Outputs : public TileType {
     }
   }
 
-  __device__ void finish(int r, int h, int p, const float* gate, const float* weight, const float (&z)[kVectors]) const {
+  __device__ void finish(int r, int h, int p, const float* gate, const float* weight,
+                         const float (&z)[kVectors]) const {
     const float x = this->value(r);
     const auto append = [&](const RingField& field, float u) {
       const auto P = static_cast<int>(step_.shape.head_dim);
@@ -103,8 +105,8 @@ class Outputs : public TileType {
 };
 
 template <Recurrence recurrence, int N, Storage Read, Storage Anchor, bool Split>
-__global__ void __launch_bounds__(kThreads, kResident)
-    decode_kernel(const __grid_constant__ Arguments<typename Tile<recurrence, N, Read, Anchor, Split>::StepType> arguments) {
+__global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
+    const __grid_constant__ Arguments<typename Tile<recurrence, N, Read, Anchor, Split>::StepType> arguments) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   using Rows = Tile<recurrence, N, Read, Anchor, Split>;
   Rows rows(arguments, shared_memory);

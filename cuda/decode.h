@@ -80,10 +80,10 @@ struct Step {
 
 /// Raw inputs of a Mamba-2 layer after its convolution and SiLU, as Mamba2Inputs in core/mamba2.h.
 struct Mamba2Step : Step {
-  Activations x;   ///< [rows, heads head_dim]
-  Activations B;   ///< [rows, groups state_dim]
-  Activations C;   ///< [rows, groups state_dim]
-  Activations dt;  ///< [rows, heads], before bias and softplus
+  Activations x;                   ///< [rows, heads head_dim]
+  Activations B;                   ///< [rows, groups state_dim]
+  Activations C;                   ///< [rows, groups state_dim]
+  Activations dt;                  ///< [rows, heads], before bias and softplus
   const float* A_log = nullptr;    ///< [heads]
   const float* dt_bias = nullptr;  ///< [heads]
   const float* D = nullptr;        ///< [heads]: y + D x is written; null: y
@@ -115,10 +115,10 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 ///     output-only   y = e^G (S0 c) + sum_j e^{g_{j+1} + ... + g_h} (w_j . c) u_j
 ///     flush         S = e^G S0 + sum_j e^{...} u_j w_j^T,  y = S c,  S0 <- Q(S),  read copy <- Q_lo(S0)
 ///
-/// All arithmetic in fp32, inputs widened exactly. A state is rounded once, when it is stored, to nearest even, a record
-/// when it is appended; the step that appends it uses the unrounded values; y is rounded to y_type last. Results are
-/// the same in every run, and those of a row do not depend on the other rows. No synchronisation, no allocation: the
-/// call can be captured in a CUDA graph.
+/// All arithmetic in fp32, inputs widened exactly. A state is rounded once, when it is stored, to nearest even, a
+/// record when it is appended; the step that appends it uses the unrounded values; y is rounded to y_type last. Results
+/// are the same in every run, and those of a row do not depend on the other rows. No synchronisation, no allocation:
+/// the call can be captured in a CUDA graph.
 ///
 /// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64 (KDA: 16), a split state's
 /// anchor in fp32, the delta rule in a closed loop where the state is split and in an open one where it is shared, all

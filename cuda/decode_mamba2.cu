@@ -6,8 +6,6 @@ namespace replayssm::cuda {
 
 bool fast(const Mamba2Step& step) { return serves(step); }
 
-void launch_fast(const Mamba2Step& step, CUstream_st* stream) {
-  launch_recurrence<Recurrence::mamba2>(step, stream);
-}
+void launch_fast(const Mamba2Step& step, CUstream_st* stream) { launch_recurrence<Recurrence::mamba2>(step, stream); }
 
 }  // namespace replayssm::cuda

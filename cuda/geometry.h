@@ -14,22 +14,21 @@ struct Footprint {
   int read_bytes, anchor_bytes;  ///< of a stored element
   bool scaled;                   ///< the read copy or checkpoint has a scale a row
   bool delta, column_decay, split;
-  int ring_bytes;                ///< of an element of the ring field that outputs read,
-  int flush_ring_bytes;          ///< and of that which flushes read
+  int ring_bytes;        ///< of an element of the ring field that outputs read,
+  int flush_ring_bytes;  ///< and of that which flushes read
   int x_bytes, w_bytes;
-  bool matrices;                 ///< flushes use matrix products: one decay a head, w in bf16
-  int batch;                     ///< rows that a warp reads at once
+  bool matrices;  ///< flushes use matrix products: one decay a head, w in bf16
+  int batch;      ///< rows that a warp reads at once
 };
 
 /// Products of a step that prepare_kernel() leaves for decode_kernel() in the workspace, in floats.
 ///
-/// gates [rows, heads, gate_stride]: e^G, dt or beta, D (0 in the delta rule), one unused; e^{g_{j+1} + ... + g_h} of record j (times dt_j in
-/// Mamba-2); and, for each vector that outputs multiply the state with, that times w_j . vector. Each list has `slots`
-/// places, the last in use being the token at hand.
-/// vectors [rows, groups (KDA: heads), vectors, state_dim]: those vectors (see prepare.cuh).
-/// products [rows, heads, length (length + 2)], split delta rule, flushing rows only: what feeds the records' u into
-/// each other, [length, length]; e^{g_0 + ... + g_i}; beta_i.
-/// A counter of tiles that were handed out, and [rows] the rows in the order in which they are taken.
+/// gates [rows, heads, gate_stride]: e^G, dt or beta, D (0 in the delta rule), one unused; e^{g_{j+1} + ... + g_h} of
+/// record j (times dt_j in Mamba-2); and, for each vector that outputs multiply the state with, that times w_j .
+/// vector. Each list has `slots` places, the last in use being the token at hand. vectors [rows, groups (KDA: heads),
+/// vectors, state_dim]: those vectors (see prepare.cuh). products [rows, heads, length (length + 2)], split delta rule,
+/// flushing rows only: what feeds the records' u into each other, [length, length]; e^{g_0 + ... + g_i}; beta_i. A
+/// counter of tiles that were handed out, and [rows] the rows in the order in which they are taken.
 struct Workspace {
   int slots = 0, gate_stride = 0, vectors = 0;
   std::int64_t vector_offset = 0, product_offset = 0, counter_offset = 0, floats = 0;
@@ -48,7 +47,8 @@ inline Workspace lay_out_workspace(const Step& step, bool delta, bool split) {
   w.vector_offset = step.rows * step.shape.heads * w.gate_stride;
   w.product_offset =
       w.vector_offset + step.rows * (columns ? step.shape.heads : step.shape.groups) * w.vectors * step.shape.state_dim;
-  w.counter_offset = w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
+  w.counter_offset =
+      w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
   w.floats = w.counter_offset + 4 + step.rows;
   return w;
 }
@@ -106,7 +106,10 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
   at = 0;
   g.w = take(f.matrices ? (records + 15) / 16 * 16 * N * 2 : (records + 1) * N * 4);
   const bool solve = f.delta && f.split;
-  g.keys = take(!solve ? 0 : f.matrices ? (records + 15) / 16 * 16 * N * 2 : f.column_decay ? (records + 1) * N * 4 : 0);
+  g.keys = take(!solve           ? 0
+                : f.matrices     ? (records + 15) / 16 * 16 * N * 2
+                : f.column_decay ? (records + 1) * N * 4
+                                 : 0);
   g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
   constexpr int kMost = 4;
   g.barriers = take((2 * kMost + 1 + kPieceBarriers) * 8);
@@ -119,7 +122,8 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
 }
 
 /// The tile that keeps most bytes in flight, up to 40 KiB of state. shared_limit: bytes that a block may have.
-inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int blocks, int shared_limit) {
+inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int blocks,
+                     int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
@@ -133,7 +137,10 @@ inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, i
     // Warps that cannot share the rows evenly wait for each other; fewer than two stages leave nothing in flight while
     // one is read; tiles that are too few leave blocks idle.
     const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + warps - 1) / warps;
-    double score = static_cast<double>(tile) * batches / (warps * rounds) * (g.stages == 1 ? 0.5 : g.stages == 2 ? 1 : 1.1);
+    double score = static_cast<double>(tile) * batches / (warps * rounds) *
+                   (g.stages == 1   ? 0.5
+                    : g.stages == 2 ? 1
+                                    : 1.1);
     const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;

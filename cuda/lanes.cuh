@@ -93,8 +93,8 @@ __device__ inline float lane_sums(const float (&x)[Count], int lane) {
 
 // ---- rows on lanes ------------------------------------------------------------------------------------------------
 
-/// How rows of N stored elements lie on groups of `Lanes` lanes: each lane has `chunks` pieces of `chunk_bytes`; piece c
-/// of lane l begins at element (c Lanes + l) per_chunk.
+/// How rows of N stored elements lie on groups of `Lanes` lanes: each lane has `chunks` pieces of `chunk_bytes`; piece
+/// c of lane l begins at element (c Lanes + l) per_chunk.
 template <int N, Storage S, int Lanes>
 struct Lay {
   static constexpr int lanes = Lanes;
@@ -157,7 +157,8 @@ struct Lay {
 /// d += a b, a [16, 16] and b [16, 8] in bf16, d in fp32: the fragments of mma.m16n8k16.
 __device__ inline void multiply_add(float& d0, float& d1, float& d2, float& d3, const uint4& a, std::uint32_t b0,
                                     std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

@@ -9,6 +9,7 @@
 #include <initializer_list>
 
 #include "cuda/decode.cuh"
+#include "cuda/prepare.cuh"
 
 namespace replayssm::cuda {
 namespace {
@@ -84,7 +85,8 @@ bool serves(const StepType& step) {
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
   if (step.length > (delta && split ? 16 : 64)) return false;
   // The keys of records go through matrix products of bf16.
-  if (delta && split && !has_column_decay(step.shape.recurrence) && step.length > 1 && step.ring.w.type != Scalar::bf16) {
+  if (delta && split && !has_column_decay(step.shape.recurrence) && step.length > 1 &&
+      step.ring.w.type != Scalar::bf16) {
     return false;
   }
   if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
@@ -117,20 +119,23 @@ void launch_one(const StepType& step, cudaStream_t stream) {
   const auto prepare = prepare_kernel<recurrence, N, Split>;
   const std::size_t prepare_shared = prepare_shared_bytes<recurrence, N, Split>(step, arguments.workspace.slots);
   const auto decode = decode_kernel<recurrence, N, Read, Anchor, Split>;
-  if (!allow_shared(prepare, static_cast<int>(prepare_shared)) || !allow_shared(decode, arguments.geometry.shared_bytes)) {
+  if (!allow_shared(prepare, static_cast<int>(prepare_shared)) ||
+      !allow_shared(decode, arguments.geometry.shared_bytes)) {
     return;
   }
   const std::int64_t units = has_column_decay(recurrence) ? step.shape.heads : step.shape.groups;
-  const int prepare_threads_ = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups), has_column_decay(recurrence),
-                                                is_delta_rule(recurrence) && Split);
-  prepare<<<static_cast<unsigned>(step.rows * units + 1), static_cast<unsigned>(prepare_threads_), prepare_shared, stream>>>(arguments);
+  const int threads = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups),
+                                      has_column_decay(recurrence), is_delta_rule(recurrence) && Split);
+  prepare<<<static_cast<unsigned>(step.rows * units + 1), static_cast<unsigned>(threads), prepare_shared, stream>>>(
+      arguments);
 
   // The states are on their way while the first kernel runs.
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
-  const std::int64_t tiles = step.rows * arguments.geometry.tiles, blocks = kResident * current_device().multiprocessors;
+  const std::int64_t tiles = step.rows * arguments.geometry.tiles,
+                     blocks = kResident * current_device().multiprocessors;
   launch.gridDim = dim3(static_cast<unsigned>(std::min(tiles, blocks)));
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = static_cast<std::size_t>(arguments.geometry.shared_bytes);
@@ -146,21 +151,30 @@ void launch_width(const StepType& step, cudaStream_t stream) {
   const auto split = [&]<Storage S>() { launch_one<recurrence, N, S, Storage::fp32, true>(step, stream); };
   const bool apart = is_split(step);
   switch (apart ? step.read.storage : step.state.storage) {
-    case Storage::fp32: return apart ? split.template operator()<Storage::fp32>() : shared.template operator()<Storage::fp32>();
-    case Storage::fp16: return apart ? split.template operator()<Storage::fp16>() : shared.template operator()<Storage::fp16>();
-    case Storage::bf16: return apart ? split.template operator()<Storage::bf16>() : shared.template operator()<Storage::bf16>();
-    case Storage::e4m3_row: return apart ? split.template operator()<Storage::e4m3_row>() : shared.template operator()<Storage::e4m3_row>();
-    case Storage::int8_row: return apart ? split.template operator()<Storage::int8_row>() : shared.template operator()<Storage::int8_row>();
+    case Storage::fp32:
+      return apart ? split.template operator()<Storage::fp32>() : shared.template operator()<Storage::fp32>();
+    case Storage::fp16:
+      return apart ? split.template operator()<Storage::fp16>() : shared.template operator()<Storage::fp16>();
+    case Storage::bf16:
+      return apart ? split.template operator()<Storage::bf16>() : shared.template operator()<Storage::bf16>();
+    case Storage::e4m3_row:
+      return apart ? split.template operator()<Storage::e4m3_row>() : shared.template operator()<Storage::e4m3_row>();
+    case Storage::int8_row:
+      return apart ? split.template operator()<Storage::int8_row>() : shared.template operator()<Storage::int8_row>();
   }
 }
 
 template <Recurrence recurrence, class StepType>
 void launch_recurrence(const StepType& step, cudaStream_t stream) {
   switch (step.shape.state_dim) {
-    case 64: return launch_width<recurrence, 64>(step, stream);
-    case 96: return launch_width<recurrence, 96>(step, stream);
-    case 128: return launch_width<recurrence, 128>(step, stream);
-    default: return launch_width<recurrence, 256>(step, stream);
+    case 64:
+      return launch_width<recurrence, 64>(step, stream);
+    case 96:
+      return launch_width<recurrence, 96>(step, stream);
+    case 128:
+      return launch_width<recurrence, 128>(step, stream);
+    default:
+      return launch_width<recurrence, 256>(step, stream);
   }
 }
 

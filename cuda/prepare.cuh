@@ -4,8 +4,7 @@
 // decays and the products of the token's vectors with the records' w, appends the token's w and gates to the ring, and
 // leaves the rest in the workspace. decode_kernel() reads states meanwhile.
 
-#include "cuda/geometry.h"
-#include "cuda/lanes.cuh"
+#include "cuda/places.cuh"
 
 namespace replayssm::cuda {
 
@@ -14,86 +13,10 @@ constexpr int prepare_threads(int heads_in_group, bool column_decay, bool produc
   return column_decay ? 64 : std::clamp(heads_in_group * 16 / 32 * 32, products ? 128 : 64, 128);
 }
 
-/// log(1 + e^z), as in core/real.h.
-__device__ inline float softplus(float z) { return z > 0 ? z + log1pf(expf(-z)) : log1pf(expf(z)); }
-__device__ inline float sigmoid(float z) {
-  if (z >= 0) return 1.0f / (1.0f + expf(-z));
-  const float e = expf(z);
-  return e / (1.0f + e);
-}
-
-/// Elements i .. i + Count, i a multiple of Count.
-template <int Count>
-__device__ inline void load_run(Scalar type, const void* data, std::int64_t i, float (&out)[Count]) {
-  const auto* p = static_cast<const std::byte*>(data) + i * bytes(type);
-  if constexpr (Count % 4 == 0) {
-#pragma unroll
-    for (int k = 0; k < Count; k += 4) {
-      if (type == Scalar::fp32) {
-        const float4 f = *reinterpret_cast<const float4*>(p + k * 4);
-        out[k] = f.x, out[k + 1] = f.y, out[k + 2] = f.z, out[k + 3] = f.w;
-      } else {
-        const Words<8> w = load_words<8>(p + k * 2);
-        if (type == Scalar::bf16) {
-          decode_words<Storage::bf16, 8>(w, out + k);
-        } else {
-          decode_words<Storage::fp16, 8>(w, out + k);
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < Count; ++k) out[k] = load(type, p, k);
-  }
-}
-
-template <class StepType>
-struct Arguments {
-  StepType step;
-  Workspace workspace;
-  Geometry geometry;
-};
-
-/// Where a step keeps things, for both kernels.
-template <class StepType>
-struct Places {
-  const StepType& step;
-  const Workspace& layout;
-  std::int64_t row, slot;
-
-  __device__ std::byte* records(const RingField& field, std::int64_t index, int width) const {
-    return static_cast<std::byte*>(field.data) +
-           (slot * field.slot_stride + index * step.ring.capacity * width) * bytes(field.type);
-  }
-  __device__ float* gates(int head) const {
-    return static_cast<float*>(step.workspace) + (row * step.shape.heads + head) * layout.gate_stride;
-  }
-  /// index: group, or head where every head has its own vectors.
-  __device__ float* vectors(int index, int of) const {
-    return static_cast<float*>(step.workspace) + layout.vector_offset +
-           (row * of + index) * layout.vectors * step.shape.state_dim;
-  }
-  /// Rows in the order in which they are to be taken.
-  __device__ int* order() const { return counter() + 4; }
-  __device__ int* counter() const {
-    return reinterpret_cast<int*>(static_cast<float*>(step.workspace) + layout.counter_offset);
-  }
-  __device__ float* products(int head) const {
-    return static_cast<float*>(step.workspace) + layout.product_offset +
-           (row * step.shape.heads + head) * step.length * (step.length + 2);
-  }
-};
-
-/// Rows padded or not: the slot and the number of records, -1 for padding.
-__device__ inline int held_of(const Step& step, std::int64_t row, int slot) {
-  const int held = step.held ? step.held[row] : 0;  // on its way beside the slot
-  return slot < 0 || slot >= step.slots ? -1 : min(max(held, 0), static_cast<int>(step.length) - 1);
-}
-
 /// A block for each group (KDA: head) of each row, and one that orders the rows.
 ///
-/// Vectors left behind: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold it, all
-/// normalised. KDA the same times e^G, then q, e^G and k as they are.
+/// Vectors left behind: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold it,
+/// all normalised. KDA the same times e^G, then q, e^G and k as they are.
 template <Recurrence recurrence, int N, bool Split>
 class Prepare {
  public:
@@ -187,7 +110,8 @@ class Prepare {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) sum = fmaf(vector_[m][i], vector_[m][i], sum);
-        const float norm = sqrtf(lane_sum<32>(sum) + 1e-6f), factor = m == 0 ? __frsqrt_rn(static_cast<float>(N)) : 1.0f;
+        const float norm = sqrtf(lane_sum<32>(sum) + 1e-6f),
+                    factor = m == 0 ? __frsqrt_rn(static_cast<float>(N)) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) vector_[m][i] = __fdiv_rn(vector_[m][i], norm) * factor;
       }
@@ -357,7 +281,8 @@ class Prepare {
   }
   __device__ int product_keys(int in_group) const { return product_gates() + in_group * slots(); }
 
-  /// What feeds the records' u into each other: e^{g_{j+1} + ... + g_i} w_j . w_i for j < i; e^{g_0 + ... + g_i}; beta_i.
+  /// What feeds the records' u into each other: e^{g_{j+1} + ... + g_i} w_j . w_i for j < i; e^{g_0 + ... + g_i};
+  /// beta_i.
   __device__ void products(int in_group) {
     const auto L = static_cast<int>(step_.length);
     float* keys = shared() + product_keys(in_group);
@@ -395,11 +320,14 @@ class Prepare {
         sum += log_decay[i];
         out[j < 0 ? L * L + i : i * L + j] = j < 0 ? expf(sum) : expf(sum) * dots[i * n + j];
       }
-      if (j >= 0) out[L * L + L + j] = j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : current(h)[1];
+      if (j >= 0)
+        out[L * L + L + j] =
+            j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : current(h)[1];
     }
   }
 
-  // ---- one decay a channel --------------------------------------------------------------------------------------------
+  // ---- one decay a channel
+  // --------------------------------------------------------------------------------------------
 
   /// One warp takes the records newest first, with the suffix sum of each of its channels; the other the products.
   __device__ void columns() {
@@ -411,9 +339,11 @@ class Prepare {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const std::int64_t column = static_cast<std::int64_t>(head) * N + first + e;
-      log_decay[e] = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) + step_.dt_bias[column]);
+      log_decay[e] = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) +
+                                     step_.dt_bias[column]);
     }
-    const float gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
+    const float gain =
+        step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
     if (warp_ == 0) {
       float sum[kEach] = {};
       for (int j = held_; j >= 0; --j) {
@@ -517,7 +447,8 @@ std::size_t prepare_shared_bytes(const Step& step, int slots) {
   const auto in_group = static_cast<int>(step.shape.heads / step.shape.groups);
   auto floats = static_cast<std::size_t>(output_vectors(delta, Split) * slots + (3 * in_group + 3) / 4 * 4);
   if (delta && Split && !has_column_decay(recurrence)) {
-    floats += static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length * (N + 4 + step.length));
+    floats +=
+        static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length * (N + 4 + step.length));
   }
   floats = std::max(floats, std::size_t{8});  // order_rows()
   return floats * sizeof(float);

@@ -12,7 +12,8 @@ namespace replayssm::cuda {
 template <class TileType>
 class Rebuild : public TileType {
   using T = TileType;
-  using T::at_, T::first_, T::flush_, T::geometry_, T::head_, T::held_, T::lane_, T::p0_, T::shared_, T::step_, T::warp_;
+  using T::at_, T::first_, T::flush_, T::geometry_, T::head_, T::held_, T::lane_, T::p0_, T::shared_, T::step_,
+      T::warp_;
   static constexpr int N = T::N;
   static constexpr bool kDelta = T::kDelta, kColumns = T::kColumns, kSplit = T::Split;
   using Row = Lay<N, T::Anchor, 8>;
@@ -70,7 +71,8 @@ class Rebuild : public TileType {
           sync_threads<kWorkers>();
           if (threadIdx.x == 0) {
             arrive_and_expect(this->pieces(), static_cast<std::uint32_t>(this->piece_bytes(done)));
-            bulk_copy(shared_, this->anchor_rows(done), static_cast<std::uint32_t>(this->piece_bytes(done)), this->pieces());
+            bulk_copy(shared_, this->anchor_rows(done), static_cast<std::uint32_t>(this->piece_bytes(done)),
+                      this->pieces());
           }
           barrier_wait(this->pieces(), phases & 1);
           phases ^= 1;
@@ -115,8 +117,8 @@ class Rebuild : public TileType {
     }
   }
 
-  /// The w of the records in fp32, for KDA times what their decays make of them by now, and its keys e^{g_0 + ... + g_i}
-  /// k_i that read the anchor as it was.
+  /// The w of the records in fp32, for KDA times what their decays make of them by now, and its keys e^{g_0 + ... +
+  /// g_i} k_i that read the anchor as it was.
   __device__ void arrange_records() const {
     const std::byte* ring = ring_w();
     const Scalar type = step_.ring.w.type;
@@ -154,8 +156,9 @@ class Rebuild : public TileType {
   __device__ float current_gate(int n) const {
     if constexpr (kColumns) {
       const std::int64_t column = static_cast<std::int64_t>(head_) * N + n;
-      return -expf(step_.A_log[head_]) * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) +
-                                                  step_.dt_bias[column]);
+      return -expf(step_.A_log[head_]) *
+             softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) +
+                      step_.dt_bias[column]);
     }
     return 0;
   }
@@ -384,7 +387,8 @@ class Rebuild : public TileType {
       const auto* keys = this->template in_block<uint4>(geometry_.keys) + b * (N / 16) * 32 + lane_;
 #pragma unroll 2
       for (int i = 0; i < N / 16; ++i) {
-        const float4 f = *reinterpret_cast<const float4*>(shared_ + (place + g) * Row::pitch + (i * 16 + lane_ % 4 * 4) * 4);
+        const float4 f =
+            *reinterpret_cast<const float4*>(shared_ + (place + g) * Row::pitch + (i * 16 + lane_ % 4 * 4) * 4);
         std::uint32_t low[3], high[3];
         split_in_three(f.x, f.y, low);
         split_in_three(f.z, f.w, high);

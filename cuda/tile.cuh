@@ -2,7 +2,7 @@
 
 // The states of a step, tile by tile: one warp of a block fetches, the others work (decode.cuh, rebuild.cuh).
 
-#include "cuda/prepare.cuh"
+#include "cuda/places.cuh"
 
 namespace replayssm::cuda {
 
@@ -178,9 +178,7 @@ class Tile {
     store(step_.y_type, step_.y, at_.row * step_.y_stride + first_ + r, y);
   }
   /// Of the piece of the checkpoint or anchor from row `done` of the tile.
-  __device__ int piece_bytes(int done) const {
-    return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor);
-  }
+  __device__ int piece_bytes(int done) const { return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor); }
   /// The checkpoint or anchor from row `done` of the tile.
   __device__ const std::byte* anchor_rows(int done) const {
     return codes(step_.state, Anchor) + static_cast<std::int64_t>(done) * N * bytes(Anchor);
@@ -209,17 +207,20 @@ class Tile {
     const int w_bytes = flush_ ? held_ * N * bytes(step_.ring.w.type) : 0;  // outputs have its products
     const int vector_bytes = at_.layout.vectors * N * 4, record_bytes = g.head_rows * bytes(field.type);
     if (lane_ == 0) {
-      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
-                                                            gate_bytes + vector_bytes + w_bytes + g.heads * held_ * record_bytes));
+      arrive_and_expect(barrier,
+                        static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes + gate_bytes +
+                                                   vector_bytes + w_bytes + g.heads * held_ * record_bytes));
       const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
       bulk_copy(shared_, flush_ ? anchor_rows(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
       if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
-      bulk_copy(shared_ + g.x,
-                static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
-                static_cast<std::uint32_t>(x_bytes), barrier);
+      bulk_copy(
+          shared_ + g.x,
+          static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
+          static_cast<std::uint32_t>(x_bytes), barrier);
       if (w_bytes > 0) {
         const auto of = static_cast<int>(step_.shape.heads / step_.shape.groups);
-        bulk_copy(shared_ + g.ring_w, at_.records(step_.ring.w, head_ / of, N), static_cast<std::uint32_t>(w_bytes), barrier);
+        bulk_copy(shared_ + g.ring_w, at_.records(step_.ring.w, head_ / of, N), static_cast<std::uint32_t>(w_bytes),
+                  barrier);
       }
     }
     __syncwarp();
@@ -239,7 +240,8 @@ class Tile {
       bulk_copy(shared_ + g.gates, at_.gates(head_), static_cast<std::uint32_t>(gate_bytes), barrier);
       const int groups = static_cast<int>(kColumns ? step_.shape.heads : step_.shape.groups);
       const int of = static_cast<int>(step_.shape.heads) / groups;
-      bulk_copy(shared_ + g.vectors, at_.vectors(head_ / of, groups), static_cast<std::uint32_t>(vector_bytes), barrier);
+      bulk_copy(shared_ + g.vectors, at_.vectors(head_ / of, groups), static_cast<std::uint32_t>(vector_bytes),
+                barrier);
     }
     __syncwarp();
   }
