@@ -2,11 +2,11 @@
 
     gpu_layers.py PROGRAM FOLDER
 
-Runs `PROGRAM layers` on the models in data/ with --device cpu and --device cuda and prints a table: for every layer the
-relative L2 error of y, fed by the reference, of the CPU and of the kernels. The reports go into FOLDER. `exact`: nothing
-but the state is rounded and the kernels are fed fp32; `served`: rings in bf16, and the kernels fed bf16, which they
-write y in. Ends with 1 where a run fails, an error is not finite, or an exact one is far from the CPU's: beyond twice
-what the format makes on the CPU and a rounding of fp32 for each of the terms of a sum.
+Runs `PROGRAM layers` on the models in data/ with --device cpu and --device cuda and prints a table: for every layer
+the local relative L2 error of y of the CPU and of the kernels. The reports go into FOLDER. `exact`: nothing but the
+state is rounded and the kernels are fed fp32; `served`: rings in bf16, and the kernels fed bf16, which they write y
+in. Ends with 1 where a run fails, an error is not finite, or an exact one is far from the CPU's: beyond twice what
+the format makes on the CPU and a rounding of fp32 for each of the terms of a sum.
 """
 
 import json
