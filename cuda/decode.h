@@ -120,9 +120,10 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 /// are the same in every run, and those of a row do not depend on the other rows. No synchronisation, no allocation:
 /// the call can be captured in a CUDA graph.
 ///
-/// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64 (KDA: 16), a split state's
-/// anchor in fp32, the delta rule in a closed loop where the state is split and in an open one where it is shared, all
-/// data aligned to 16 bytes, and a workspace. Anything else up to head_dim and state_dim 256 runs in the generic one.
+/// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64, a split state's anchor in
+/// fp32, all data aligned to 16 bytes, and a workspace. In the delta rule an open loop where the state is shared, and
+/// where it is split a closed one of length up to 16, with keys in bf16 (Gated DeltaNet). Anything else up to head_dim
+/// and state_dim 256 runs in the generic kernel, which is many times slower.
 ///
 /// Throws Error, naming the field, for a shape, type, pointer or combination that cannot be served, and if the launch
 /// fails.
