@@ -115,6 +115,7 @@ class Tile {
       current = behind;
       next = 2 * blocks + __shfl_sync(~0u, drawing, 0);
     }
+    wait_for_predecessor();  // also where every row was padding: this kernel must not end before the other
     barrier_wait(empty(stage), phase);
     if (lane_ == 0) {
       assignment(stage).held = -1;
