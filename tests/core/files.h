@@ -29,9 +29,7 @@ class FilesTest : public testing::Test {
     return folder_ / name;
   }
 
-  const fs::path folder_ =
-      fs::path(testing::TempDir()) /
-      ("replayssm_" + std::to_string(getpid()) + "_" + testing::UnitTest::GetInstance()->current_test_info()->name());
+  const fs::path folder_ = fs::path(testing::TempDir()) / ("replayssm_" + std::to_string(getpid()));
 };
 
 inline string little_endian(std::uint64_t value, int bytes = 8) {
