@@ -23,7 +23,8 @@ struct Footprint {
 
 /// Products of a step that prepare_kernel() leaves for decode_kernel() in the workspace, in floats.
 ///
-/// gates [rows, heads, gate_stride]: e^G, dt or beta, D (0 in the delta rule), one unused; e^{g_{j+1} + ... + g_h} of
+/// gates [rows, heads, gate_stride]: e^G (KDA: 1, its decays are in the vectors), dt or beta, D (0 in the delta rule),
+/// one unused; e^{g_{j+1} + ... + g_h} of
 /// record j (times dt_j in Mamba-2); and, for each vector that outputs multiply the state with, that times w_j .
 /// vector. Each list has `slots` places, the last in use being the token at hand. vectors [rows, groups (KDA: heads),
 /// vectors, state_dim]: those vectors (see prepare.cuh). products [rows, heads, length (length + 2)], split delta rule,

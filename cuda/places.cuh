@@ -77,7 +77,7 @@ struct Places {
   }
 };
 
-/// Rows padded or not: the slot and the number of records, -1 for padding.
+/// The number of records of a row in this slot, -1 for padding.
 __device__ inline int held_of(const Step& step, std::int64_t row, int slot) {
   const int held = step.held ? step.held[row] : 0;  // on its way beside the slot
   return slot < 0 || slot >= step.slots ? -1 : min(max(held, 0), static_cast<int>(step.length) - 1);

@@ -326,8 +326,7 @@ class Prepare {
     }
   }
 
-  // ---- one decay a channel
-  // --------------------------------------------------------------------------------------------
+  // ---- one decay a channel ------------------------------------------------------------------------------------------
 
   /// One warp takes the records newest first, with the suffix sum of each of its channels; the other the products.
   __device__ void columns() {
