@@ -124,9 +124,9 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 /// fp32, all data aligned to 16 bytes, and a workspace. In the delta rule an open loop where the state is shared, and
 /// where it is split a closed one of length up to 16, with keys in bf16 (Gated DeltaNet). A tile and its records must
 /// fit into half a multiprocessor's shared memory, which long rings of fp32 or fp16 at state_dim 256 do not. Anything
-/// else up to head_dim and state_dim 256 runs in the generic kernel, which is many times slower. With a bf16 ring the fast
-/// kernels rebuild by matrix products, whose sums are cut off, not rounded to nearest, at the last bits of fp32, and in
-/// which an infinite record may leave NaN for infinity.
+/// else up to head_dim and state_dim 256 runs in the generic kernel, which is many times slower. With a bf16 ring the
+/// fast kernels rebuild by matrix products, whose sums are cut off, not rounded to nearest, at the last bits of fp32,
+/// and in which an infinite record may leave NaN for infinity.
 ///
 /// Throws Error, naming the field, for a shape, type, pointer or combination that cannot be served, and if the launch
 /// fails.
