@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/codes.cuh"
+#include "cuda/serving.h"
 
 namespace replayssm::cuda {
 namespace {
@@ -14,29 +15,9 @@ constexpr std::int64_t kLeastTokens = 16;  // of a graph, so that its start does
 constexpr std::int64_t kMostLayers = 512;
 constexpr std::int64_t kCachesCovered = 4;  // the states of all layers are so many times the second level cache
 
-constexpr std::pair<const char*, Storage> kStorages[] = {{"fp32", Storage::fp32},
-                                                         {"fp16", Storage::fp16},
-                                                         {"bf16", Storage::bf16},
-                                                         {"e4m3:row", Storage::e4m3_row},
-                                                         {"int8:row", Storage::int8_row}};
-constexpr std::pair<const char*, Scalar> kScalars[] = {
-    {"fp32", Scalar::fp32}, {"fp16", Scalar::fp16}, {"bf16", Scalar::bf16}};
-
-template <class Table>
-auto find(const Table& table, const Format& format, const Policy& policy, const char* what) {
-  std::string known;
-  for (const auto& [text, type] : table) {
-    if (parse_format(text) == format) return type;
-    known += (known.empty() ? "" : ", ") + std::string(text);
-  }
-  fail("policy '", policy.text(), "': the kernels keep ", what, " in one of ", known, ", found ", format.text());
-}
-
 Scalar ring_type(const Policy& policy, const char* field) {
-  return find(kScalars, policy.as_replay().ring.of(field), policy, (std::string("ring.") + field).c_str());
+  return scalar_of(policy.as_replay().ring.of(field), policy, std::string("ring.") + field);
 }
-
-Format format_of(Scalar type) { return parse_format(kScalars[static_cast<std::size_t>(type)].first); }
 
 /// `n` numbers on the device as doubles.
 std::vector<double> widen(const Format& format, const void* codes, const float* scales, std::int64_t rows,
@@ -61,8 +42,8 @@ void check_case(const BenchCase& c) {
   const auto refuse = [&](const auto&... why) { fail("policy '", c.policy.text(), "': ", why...); };
   if (c.rows < 1) fail("batch ", c.rows, ": expected at least 1");
   if (c.policy.order == Order::sequential) refuse("the kernels know order=closed only");
-  find(kStorages, replay.anchor, c.policy, "states");
-  if (replay.read) find(kStorages, *replay.read, c.policy, "states");
+  storage_of(replay.anchor, c.policy, "states");
+  if (replay.read) storage_of(*replay.read, c.policy, "states");
   if (replay.length == 1) {
     if (replay.read) refuse("a split state needs L of at least 2");
     return;
@@ -90,7 +71,7 @@ Layers::Part Layers::take(std::int64_t elements, std::int64_t bytes) {
 
 Layers::Pool Layers::pool(const Format& format) {
   const RecurrenceShape& s = case_.shape;
-  const Storage storage = find(kStorages, format, case_.policy, "states");
+  const Storage storage = storage_of(format, case_.policy, "states");
   const std::int64_t rows = s.heads * s.head_dim;
   return {format, storage, take(rows * s.state_dim, cuda::bytes_of(storage)),
           take(has_scale(storage) ? rows : 0, sizeof(float))};
@@ -280,7 +261,7 @@ HostSequence Layers::sequence(std::int64_t row, std::int64_t tokens) const {
     const std::int64_t width = inputs_[i].width, element = cuda::bytes_of(case_.activations);
     std::vector<std::vector<double>> of_set;
     for (std::int64_t set = 0; set < std::min(sets_, tokens); ++set) {
-      of_set.push_back(widen(format_of(case_.activations),
+      of_set.push_back(widen(stored_format(case_.activations),
                              inputs_[i].data.at((set * set_elements(width) + row * width) * element), nullptr, 1,
                              width));
     }
@@ -297,7 +278,7 @@ HostSequence Layers::sequence(std::int64_t row, std::int64_t tokens) const {
 std::vector<double> Layers::y(std::int64_t token, std::int64_t row, Scalar y_type) const {
   const std::int64_t V = case_.shape.heads * case_.shape.head_dim;
   const auto* begin = static_cast<const std::byte*>(y_of(token % sets_, y_type));
-  return widen(format_of(y_type), begin + row * V * cuda::bytes_of(y_type), nullptr, 1, V);
+  return widen(stored_format(y_type), begin + row * V * cuda::bytes_of(y_type), nullptr, 1, V);
 }
 
 std::vector<double> Layers::states(std::int64_t row, const std::vector<std::int64_t>& heads, bool read) const {

@@ -30,7 +30,7 @@ auto find(const Table& table, const Format& format, const Policy& policy, const 
 
 Scalar ring_type(const Policy& policy, const Replay& replay, const std::string& field) {
   const Format format = replay.ring.of(field);
-  return format.exact() ? Scalar::fp32 : find(kScalars, format, policy, "ring." + field);
+  return format.exact() ? Scalar::fp32 : scalar_of(format, policy, "ring." + field);
 }
 
 }  // namespace
@@ -43,8 +43,8 @@ Serving serve(const RecurrenceShape& shape, const Policy& policy) {
     if (dim > generic::kMaxDim) refuse("the kernels hold dimensions up to ", generic::kMaxDim, ", found ", dim);
   }
   if (policy.order == Order::sequential) refuse("the kernels know order=closed only");
-  Serving out{.length = replay.length, .state = find(kStorages, replay.anchor, policy, "states"), .read = {}};
-  if (replay.read) out.read = find(kStorages, *replay.read, policy, "read copies");
+  Serving out{.length = replay.length, .state = storage_of(replay.anchor, policy, "states"), .read = {}};
+  if (replay.read) out.read = storage_of(*replay.read, policy, "read copies");
   if (replay.length == 1) return out;
 
   const std::vector<const char*> gates = delta ? std::vector{"g", "beta"} : std::vector{"dt"};
@@ -60,6 +60,13 @@ Serving serve(const RecurrenceShape& shape, const Policy& policy) {
   const bool rounds = out.v != Scalar::fp32 || out.u != Scalar::fp32 || out.w != Scalar::fp32;
   out.closed_loop = delta && policy.loop == Loop::closed && (out.read || rounds);
   return out;
+}
+
+Storage storage_of(const Format& format, const Policy& policy, const std::string& what) {
+  return find(kStorages, format, policy, what);
+}
+Scalar scalar_of(const Format& format, const Policy& policy, const std::string& what) {
+  return find(kScalars, format, policy, what);
 }
 
 Format stored_format(Storage type) { return parse_format(kStorages[static_cast<std::size_t>(type)].first); }

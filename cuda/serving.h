@@ -3,7 +3,7 @@
 // Private to cuda/: a policy in the words of the decode kernels.
 
 #include <optional>
-#include <string_view>
+#include <string>
 
 #include "core/policy.h"
 #include "core/recurrence.h"
@@ -28,6 +28,11 @@ struct Serving {
 /// bf16, e4m3:row and int8:row, recorded activations in other than fp32, fp16 and bf16, gates in other than fp32, and a
 /// head_dim or state_dim beyond what the kernels hold.
 Serving serve(const RecurrenceShape& shape, const Policy& policy);
+
+/// The type that keeps states, or records, in a format. Throws Error that names the policy, `what` is kept and the
+/// formats that are known.
+Storage storage_of(const Format& format, const Policy& policy, const std::string& what);
+Scalar scalar_of(const Format& format, const Policy& policy, const std::string& what);
 
 /// The format of core/format.h that a type is.
 Format stored_format(Storage type);
