@@ -22,8 +22,6 @@ class StepDevice {
   virtual void write(void* there, const void* here, std::size_t bytes) = 0;
   /// Waits for the steps before it, and throws Error where one of them failed.
   virtual void read(void* here, const void* there, std::size_t bytes) = 0;
-  virtual std::size_t workspace_bytes(const Mamba2Step& step) = 0;
-  virtual std::size_t workspace_bytes(const DeltaStep& step) = 0;
   /// May return before the step is done.
   virtual void decode(const Mamba2Step& step) = 0;
   virtual void decode(const DeltaStep& step) = 0;

@@ -31,8 +31,6 @@ class Gpu : public StepDevice {
   void read(void* here, const void* there, std::size_t bytes) override {
     require(cudaMemcpy(here, there, bytes, cudaMemcpyDeviceToHost), "running steps");
   }
-  std::size_t workspace_bytes(const Mamba2Step& step) override { return cuda::workspace_bytes(step); }
-  std::size_t workspace_bytes(const DeltaStep& step) override { return cuda::workspace_bytes(step); }
   void decode(const Mamba2Step& step) override { cuda::decode(step, nullptr, kernel_); }
   void decode(const DeltaStep& step) override { cuda::decode(step, nullptr, kernel_); }
 

@@ -73,8 +73,8 @@ void check_case(const BenchCase& bench_case);
 /// level cache. The time is that of a replay over tokens times layers, nothing subtracted. So for the step on which
 /// every row flushes, but there the cursors stand still.
 ///
-/// Throws Error, naming what cannot be served, for a case that check_case() or decode() refuses, for one that does not fit into the
-/// memory of the device, and where CUDA reports an error.
+/// Throws Error, naming what cannot be served, for a case that check_case() or decode() refuses, for one that does not
+/// fit into the memory of the device, and where CUDA reports an error.
 BenchResult bench(const BenchCase& bench_case);
 
 }  // namespace replayssm::cuda

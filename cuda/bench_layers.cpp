@@ -148,8 +148,8 @@ Layers::Layers(const BenchCase& c, const Stream& stream) : case_(c), stream_(str
   }
   slots_ = Buffer(slots);
   held_ = Buffer(std::vector<std::int32_t>(static_cast<std::size_t>(c.rows), 0));
-  workspace_ =
-      Buffer(static_cast<std::int64_t>(delta ? workspace_bytes(delta_step(0, 0)) : workspace_bytes(mamba2_step(0, 0))));
+  workspace_ = Buffer(static_cast<std::int64_t>(kWorkspaceBytes));
+  workspace_.zero();
   stream.wait();
 }
 

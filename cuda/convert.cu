@@ -1,14 +1,16 @@
-#include <cuda_runtime.h>
+#include <algorithm>
 
 #include "cuda/check.h"
 #include "cuda/codes.cuh"
 #include "cuda/convert.h"
+#include "cuda/launch.cuh"
 #include "cuda/launch.h"
 
 namespace replayssm::cuda {
 namespace {
 
-constexpr unsigned kThreads = 128, kMostBlocks = 1u << 20;
+constexpr int kThreads = 128;
+constexpr std::int64_t kMostBlocks = 1 << 20;
 
 __global__ void encode_kernel(Storage storage, const float* data, std::int64_t rows, std::int64_t n, void* codes,
                               float* scales) {
@@ -26,10 +28,7 @@ __global__ void decode_kernel(Storage storage, const void* codes, const float* s
   }
 }
 
-unsigned blocks_for(std::int64_t rows) {
-  const std::int64_t blocks = (rows + kThreads - 1) / kThreads;
-  return blocks < kMostBlocks ? static_cast<unsigned>(blocks) : kMostBlocks;
-}
+std::int64_t blocks_for(std::int64_t rows) { return std::min((rows + kThreads - 1) / kThreads, kMostBlocks); }
 
 }  // namespace
 
@@ -37,16 +36,18 @@ void encode_rows(Storage storage, const float* data, std::int64_t rows, std::int
                  CUstream_st* stream) {
   check_rows(storage, data, rows, n, codes, scales);
   if (rows == 0) return;
-  encode_kernel<<<blocks_for(rows), kThreads, 0, stream>>>(storage, data, rows, n, codes, scales);
-  throw_launch_error("encode_rows");
+  check_launch(
+      launch(encode_kernel, blocks_for(rows), kThreads, 0, stream, false, storage, data, rows, n, codes, scales),
+      "encode_rows");
 }
 
 void decode_rows(Storage storage, const void* codes, const float* scales, std::int64_t rows, std::int64_t n,
                  float* data, CUstream_st* stream) {
   check_rows(storage, data, rows, n, codes, scales);
   if (rows == 0) return;
-  decode_kernel<<<blocks_for(rows), kThreads, 0, stream>>>(storage, codes, scales, rows, n, data);
-  throw_launch_error("decode_rows");
+  check_launch(
+      launch(decode_kernel, blocks_for(rows), kThreads, 0, stream, false, storage, codes, scales, rows, n, data),
+      "decode_rows");
 }
 
 }  // namespace replayssm::cuda

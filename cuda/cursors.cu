@@ -1,11 +1,10 @@
-#include <cuda_runtime.h>
-
+#include "cuda/launch.cuh"
 #include "cuda/launch.h"
 
 namespace replayssm::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;
+constexpr int kThreads = 256;
 
 __global__ void advance_kernel(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length) {
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -16,10 +15,9 @@ __global__ void advance_kernel(std::int64_t rows, const std::int32_t* slot, std:
 
 }  // namespace
 
-void launch_advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,
-                            CUstream_st* stream) {
-  const auto blocks = static_cast<unsigned>((rows + kThreads - 1) / kThreads);
-  advance_kernel<<<blocks, kThreads, 0, stream>>>(rows, slot, held, length);
+cudaError_t launch_advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,
+                                   cudaStream_t stream) {
+  return launch(advance_kernel, (rows + kThreads - 1) / kThreads, kThreads, 0, stream, false, rows, slot, held, length);
 }
 
 bool has_code_for_device() {

@@ -6,14 +6,12 @@
 
 #include "core/error.h"
 #include "cuda/check.h"
-#include "cuda/geometry.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
 namespace replayssm::cuda {
 
-void throw_launch_error(const char* what) {
-  const cudaError_t error = cudaGetLastError();
+void check_launch(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     fail(what, ": the launch failed: ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
   }
@@ -30,12 +28,7 @@ void run(const AnyStep& step, CUstream_st* stream, Kernel kernel) {
          name(step.shape.recurrence), " of head_dim ", step.shape.head_dim, ", state_dim ", step.shape.state_dim);
   }
   if (step.rows == 0) return;
-  if (fast_one) {
-    launch_fast(step, stream);
-  } else {
-    launch_generic(step, stream);
-  }
-  throw_launch_error("decode");
+  check_launch(fast_one ? launch_fast(step, stream) : launch_generic(step, stream), "decode");
 }
 
 }  // namespace
@@ -43,19 +36,11 @@ void run(const AnyStep& step, CUstream_st* stream, Kernel kernel) {
 void decode(const Mamba2Step& step, CUstream_st* stream, Kernel kernel) { run(step, stream, kernel); }
 void decode(const DeltaStep& step, CUstream_st* stream, Kernel kernel) { run(step, stream, kernel); }
 
-std::size_t workspace_bytes(const Mamba2Step& step) {
-  return static_cast<std::size_t>(lay_out_workspace(step, false, step.read.codes != nullptr).floats) * sizeof(float);
-}
-std::size_t workspace_bytes(const DeltaStep& step) {
-  return static_cast<std::size_t>(lay_out_workspace(step, true, step.read.codes != nullptr).floats) * sizeof(float);
-}
-
 void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,
                      CUstream_st* stream) {
   check_cursors(rows, slot, held, length);
   if (rows == 0) return;
-  launch_advance_cursors(rows, slot, held, length, stream);
-  throw_launch_error("advance_cursors");
+  check_launch(launch_advance_cursors(rows, slot, held, length, stream), "advance_cursors");
 }
 
 bool available() {

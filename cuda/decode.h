@@ -54,6 +54,9 @@ struct Activations {
   std::int64_t stride = 0;
 };
 
+/// Bytes of a workspace, whatever the step.
+inline constexpr std::size_t kWorkspaceBytes = 16;
+
 /// What is the same for every recurrence. All pointers are device memory that the caller owns.
 struct Step {
   RecurrenceShape shape;
@@ -70,8 +73,8 @@ struct Step {
   StatePool state;  ///< the checkpoint, or the anchor of a split state
   StatePool read;   ///< the read copy of a split state; codes null where the state is shared
   Ring ring;
-  /// Device memory of at least workspace_bytes(step) that nothing else uses until the step is done, aligned to 16
-  /// bytes; its contents before and after mean nothing. Null: the generic kernel runs.
+  /// kWorkspaceBytes of device memory, aligned to 16 bytes, that nothing else uses until the step is done. Zero before
+  /// the first step that uses it; every step leaves it zero. Null: the generic kernel runs.
   void* workspace = nullptr;
   Scalar y_type = Scalar::bf16;
   void* y = nullptr;  ///< [rows, heads head_dim], written
@@ -124,18 +127,15 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 /// fp32, all data aligned to 16 bytes, and a workspace. In the delta rule an open loop where the state is shared, and
 /// where it is split a closed one of length up to 16, with keys in bf16 (Gated DeltaNet). A tile and its records must
 /// fit into half a multiprocessor's shared memory, which long rings of fp32 or fp16 at state_dim 256 do not. Anything
-/// else up to head_dim and state_dim 256 runs in the generic kernel, which is many times slower. With a bf16 ring the
-/// fast kernels rebuild by matrix products, whose sums are cut off, not rounded to nearest, at the last bits of fp32,
-/// and in which an infinite record may leave NaN for infinity.
+/// else up to head_dim and state_dim 256 runs in the generic kernel, which is many times slower. Their sums of
+/// products are in part those of matrix units: of exact products, cut off, not rounded to nearest, at the last bits of
+/// fp32. So outputs read states of 16 and 8 bits, with vectors in parts of 16 bits that hold at least 22 bits together,
+/// and so flushes take in the records of a bf16 ring, of which an infinite one may leave NaN for infinity.
 ///
 /// Throws Error, naming the field, for a shape, type, pointer or combination that cannot be served, and if the launch
 /// fails.
 void decode(const Mamba2Step& step, CUstream_st* stream, Kernel kernel = Kernel::automatic);
 void decode(const DeltaStep& step, CUstream_st* stream, Kernel kernel = Kernel::automatic);
-
-/// Bytes of workspace that the fast kernels need for a step of this shape, length and number of rows.
-std::size_t workspace_bytes(const Mamba2Step& step);
-std::size_t workspace_bytes(const DeltaStep& step);
 
 /// held <- held + 1, or 0 where it was length - 1; rows whose slot is negative stay. Once a token, after all layers.
 void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length,

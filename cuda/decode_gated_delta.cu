@@ -4,13 +4,13 @@
 
 namespace replayssm::cuda {
 
-void launch_fast_kda(const DeltaStep& step, cudaStream_t stream);  // decode_kda.cu
+cudaError_t launch_fast_kda(const DeltaStep& step, cudaStream_t stream);  // decode_kda.cu
 
 bool fast(const DeltaStep& step) { return serves(step); }
 
-void launch_fast(const DeltaStep& step, CUstream_st* stream) {
+cudaError_t launch_fast(const DeltaStep& step, cudaStream_t stream) {
   if (step.shape.recurrence == Recurrence::kda) return launch_fast_kda(step, stream);
-  launch_recurrence<Recurrence::gated_delta>(step, stream);
+  return launch_recurrence<Recurrence::gated_delta>(step, stream);
 }
 
 }  // namespace replayssm::cuda

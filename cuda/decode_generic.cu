@@ -1,7 +1,6 @@
-#include <cuda_runtime.h>
-
 #include "cuda/generic.h"
 #include "cuda/kernels.h"
+#include "cuda/launch.cuh"
 
 namespace replayssm::cuda {
 namespace {
@@ -22,24 +21,20 @@ __global__ void __launch_bounds__(generic::kMaxDim) generic_kernel(const __grid_
 }
 
 template <bool delta, bool columns>
-void launch(const generic::Problem& in, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(in.step.rows * in.step.shape.heads);
-  const auto threads = static_cast<unsigned>((in.step.shape.head_dim + 31) / 32 * 32);
-  generic_kernel<delta, columns><<<blocks, threads, 0, stream>>>(in);
+cudaError_t launch_instance(const generic::Problem& in, cudaStream_t stream) {
+  const auto threads = static_cast<int>((in.step.shape.head_dim + 31) / 32 * 32);
+  return launch(generic_kernel<delta, columns>, in.step.rows * in.step.shape.heads, threads, 0, stream, false, in);
 }
 
 }  // namespace
 
-void launch_generic(const Mamba2Step& step, CUstream_st* stream) {
-  launch<false, false>(generic::problem(step), stream);
+cudaError_t launch_generic(const Mamba2Step& step, cudaStream_t stream) {
+  return launch_instance<false, false>(generic::problem(step), stream);
 }
 
-void launch_generic(const DeltaStep& step, CUstream_st* stream) {
-  if (has_column_decay(step.shape.recurrence)) {
-    launch<true, true>(generic::problem(step), stream);
-  } else {
-    launch<true, false>(generic::problem(step), stream);
-  }
+cudaError_t launch_generic(const DeltaStep& step, cudaStream_t stream) {
+  return has_column_decay(step.shape.recurrence) ? launch_instance<true, true>(generic::problem(step), stream)
+                                                 : launch_instance<true, false>(generic::problem(step), stream);
 }
 
 }  // namespace replayssm::cuda

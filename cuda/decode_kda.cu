@@ -4,8 +4,10 @@
 
 namespace replayssm::cuda {
 
-void launch_fast_kda(const DeltaStep& step, cudaStream_t stream);
+cudaError_t launch_fast_kda(const DeltaStep& step, cudaStream_t stream);
 
-void launch_fast_kda(const DeltaStep& step, cudaStream_t stream) { launch_recurrence<Recurrence::kda>(step, stream); }
+cudaError_t launch_fast_kda(const DeltaStep& step, cudaStream_t stream) {
+  return launch_recurrence<Recurrence::kda>(step, stream);
+}
 
 }  // namespace replayssm::cuda

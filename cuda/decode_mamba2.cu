@@ -6,6 +6,8 @@ namespace replayssm::cuda {
 
 bool fast(const Mamba2Step& step) { return serves(step); }
 
-void launch_fast(const Mamba2Step& step, CUstream_st* stream) { launch_recurrence<Recurrence::mamba2>(step, stream); }
+cudaError_t launch_fast(const Mamba2Step& step, cudaStream_t stream) {
+  return launch_recurrence<Recurrence::mamba2>(step, stream);
+}
 
 }  // namespace replayssm::cuda

@@ -1,10 +1,11 @@
 #pragma once
 
-// How the fast kernels cut a step into blocks, and how they lay out their workspace and shared memory.
+// How the fast kernel cuts a step into tiles, and how it lays out shared memory.
 
 #include <algorithm>
 #include <cstdint>
 
+#include "core/format.h"
 #include "cuda/decode.h"
 
 namespace replayssm::cuda {
@@ -17,62 +18,77 @@ struct Footprint {
   int ring_bytes;        ///< of an element of the ring field that outputs read,
   int flush_ring_bytes;  ///< and of that which flushes read
   int x_bytes, w_bytes;
-  bool matrices;  ///< flushes use matrix products: one decay a head, w in bf16
-  int batch;      ///< rows that a warp reads at once
+  int vector_bytes;  ///< of an element of B and one of C, or k and q
+  int gate_bytes;    ///< of an element of the raw gates, KDA
+  bool matrices;     ///< flushes use matrix products: one decay a head, w in bf16
+  int parts;         ///< of a vector that outputs multiply the state with, 0: it is in fp32
 };
 
-/// Products of a step that prepare_kernel() leaves for decode_kernel() in the workspace, in floats.
-///
-/// gates [rows, heads, gate_stride]: e^G (KDA: 1, its decays are in the vectors), dt or beta, D (0 in the delta rule),
-/// one unused; e^{g_{j+1} + ... + g_h} of
-/// record j (times dt_j in Mamba-2); and, for each vector that outputs multiply the state with, that times w_j .
-/// vector. Each list has `slots` places, the last in use being the token at hand. vectors [rows, groups (KDA: heads),
-/// vectors, state_dim]: those vectors (see prepare.cuh). products [rows, heads, length (length + 2)], split delta rule,
-/// flushing rows only: what feeds the records' u into each other, [length, length]; e^{g_0 + ... + g_i}; beta_i. A
-/// counter of tiles that were handed out, and [rows] the rows in the order in which they are taken.
-struct Workspace {
-  int slots = 0, gate_stride = 0, vectors = 0;
-  std::int64_t vector_offset = 0, product_offset = 0, counter_offset = 0, floats = 0;
-};
+/// Rows that a warp reads at once for outputs.
+REPLAYSSM_HOST_DEVICE constexpr int rows_at_once(int read_bytes) { return read_bytes == 4 ? 8 : 32 / read_bytes; }
 
 /// Vectors that outputs multiply the state with: c, and for the delta rule w, and w as the ring will hold it.
 constexpr int output_vectors(bool delta, bool split) { return !delta ? 1 : split ? 3 : 2; }
 
-inline Workspace lay_out_workspace(const Step& step, bool delta, bool split) {
-  const bool columns = has_column_decay(step.shape.recurrence);
-  Workspace w;
-  w.slots = static_cast<int>((step.length + 3) / 4 * 4);
-  const int outputs = output_vectors(delta, split);
-  w.gate_stride = 4 + (1 + outputs) * w.slots;
-  w.vectors = columns ? outputs + 3 : delta ? outputs : 2;
-  w.vector_offset = step.rows * step.shape.heads * w.gate_stride;
-  w.product_offset =
-      w.vector_offset + step.rows * (columns ? step.shape.heads : step.shape.groups) * w.vectors * step.shape.state_dim;
-  w.counter_offset =
-      w.product_offset + (delta && split ? step.rows * step.shape.heads * step.length * (step.length + 2) : 0);
-  w.floats = w.counter_offset + 4 + step.rows;
-  return w;
-}
+/// Division of 0 <= n < 2^30 by a constant 0 < d < 2^30 (Granlund & Montgomery 1994, theorem 4.2, with 32 + l bits).
+struct Divisor {
+  std::uint32_t multiplier = 0, shift = 0;
+  int d = 1;
+  Divisor() = default;
+  explicit Divisor(std::int64_t divisor) : d(static_cast<int>(divisor)) {
+    while ((std::int64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+  REPLAYSSM_HOST_DEVICE int quotient(int n) const {
+    return static_cast<int>((std::uint64_t{static_cast<std::uint32_t>(n)} * multiplier) >> (31 + shift));
+  }
+};
 
-/// How decode_kernel() cuts a step into tiles, and its shared memory; offsets are bytes. A block takes tile after tile
-/// through a ring of `stages` buffers, of which each holds a tile's states and all that goes with them.
+/// How decode_kernel() cuts a step into tiles, and its shared memory; offsets are bytes. A block takes run after run of
+/// tiles of a group (KDA: of a head) through two rings of buffers: `stages` of them hold a tile's states, its records'
+/// x or u or v, and its x or v; `briefs` of them what the heads of a run share, worked out before the states come.
+///
+/// What Prepare leaves in a brief, in floats. gates [heads, gate_stride]: e^G (KDA: 1, its
+/// decays are in the vectors); dt or beta; D (0 in the delta rule); the logarithm of the token's own decay (KDA: 0);
+/// e^{g_{j+1} + ... + g_h} of record j (times dt_j in Mamba-2; KDA: 1); and, for each vector that outputs multiply the
+/// state with, that times w_j . vector (KDA: with the decays inside the product). Each list has `slots` places, of
+/// which number `held` is the token at hand. vectors [vectors, state_dim]: see prepare.cuh.
 struct Geometry {
   int tile = 0;       ///< state rows (head, p) of a tile: part of a head, or several heads of a group
   int tiles = 0;      ///< of a sequence
+  int run = 1;        ///< tiles that share a brief
+  int run_heads = 0;  ///< heads in a run
   int piece = 0;      ///< rows of the checkpoint or anchor that a flush takes at once
   int heads = 0;      ///< heads in a tile, at least 1
   int head_rows = 0;  ///< rows of a head in a tile
-  int stages = 0, stage_bytes = 0;
-  int scale = 0, ring = 0, ring_w = 0, gates = 0, vectors = 0, x = 0;  ///< in a stage, behind the states
-  int w = 0, keys = 0, products = 0, barriers = 0, assignments = 0;    ///< in a block, behind the stages
-  int shared_bytes = 0;                                                ///< 0: no layout fits
+  int slots = 0, gate_stride = 0, vector_count = 0;
+  Divisor by_tiles, by_head_dim, by_group;  ///< the numbers of tiles, of rows of a head, and of heads in a group
+  int turns = 0;                            ///< batches of outputs in a tile, negative
+  int stages = 0, stage_bytes = 0, briefs = 0, brief_bytes = 0;
+  int scale = 0, ring = 0, x = 0;                                                 ///< in a stage, behind the states
+  int ring_w = 0, ring_gain = 0, ring_log = 0, raw = 0, raw_gates = 0;            ///< in a brief: what Prepare reads,
+  int gates = 0, vectors = 0, parts = 0, part_factors = 0;                        ///< and what it leaves
+  int order_rows = 0;                                                             ///< rows that are put in order, or 0
+  int brief = 0, order = 0, counts = 0, gram = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages,
+  int progress = 0;
+  int flush_bytes = 0, w = 0, keys = 0, products = 0;  ///< for flushes
+  int shared_bytes = 0;                                ///< 0: no layout fits
 };
 
+/// Heads in a run, so that a warp has a lane for each.
+inline constexpr int kMostHeads = 32;
+/// Rows of a step that are put in order: of more, the last ones matter less and their list more.
+inline constexpr int kMostOrdered = 2048;
+/// The longest ring.
+inline constexpr int kMostLength = 64;
+/// Stages of a block, and briefs.
+inline constexpr int kMostStages = 4, kMostBriefs = 4;
+inline constexpr int kAssignmentBytes = 32, kProgressBytes = 128;
 /// Barriers of pieces that warps of a flush fetch themselves.
 inline constexpr int kPieceBarriers = 16;
 
 /// Stages that fit into shared_limit bytes a block.
-inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w, int tile, int shared_limit) {
+inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run, int shared_limit) {
   const int N = static_cast<int>(step.shape.state_dim), P = static_cast<int>(step.shape.head_dim);
   const auto records = static_cast<int>(step.length - 1);
   Geometry g;
@@ -80,6 +96,16 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
   g.heads = std::max(1, tile / P);
   g.head_rows = std::min(tile, P);
   g.tiles = static_cast<int>(step.shape.heads * P / tile);
+  g.by_tiles = Divisor(g.tiles);
+  g.by_head_dim = Divisor(P);
+  g.by_group = Divisor(step.shape.heads / step.shape.groups);
+  g.turns = -(tile + rows_at_once(f.read_bytes) - 1) / rows_at_once(f.read_bytes);
+  g.run = run;
+  g.run_heads = std::max(1, run * tile / P);
+  const int outputs = output_vectors(f.delta, f.split);
+  g.slots = static_cast<int>((step.length + 3) / 4 * 4);
+  g.gate_stride = 4 + (1 + outputs) * g.slots;
+  g.vector_count = f.column_decay ? outputs + 4 : f.delta ? outputs : 2;
   const int state = tile * N * f.read_bytes;
   g.piece = tile;
   if (f.split) {
@@ -95,36 +121,63 @@ inline Geometry lay_out(const Step& step, const Footprint& f, const Workspace& w
     return offset;
   };
   g.scale = take(f.scaled ? tile * 4 : 0);
-  // What outputs read of the ring, or what a flush reads: another field, perhaps, and w.
-  const int flush_ring = tile * records * f.flush_ring_bytes;
-  g.ring = take(std::max(tile * records * f.ring_bytes, flush_ring + records * N * f.w_bytes));
-  g.ring_w = g.ring + flush_ring;
-  g.gates = take(g.heads * w.gate_stride * 4);
-  g.vectors = take(w.vectors * N * 4);
+  g.ring = take(tile * records * std::max(f.ring_bytes, f.flush_ring_bytes));
   g.x = take(tile * f.x_bytes);
   g.stage_bytes = (at + 127) / 128 * 128;
 
   at = 0;
-  g.w = take(f.matrices ? (records + 15) / 16 * 16 * N * 2 : (records + 1) * N * 4);
+  g.ring_w = take(records * N * f.w_bytes);
+  g.ring_gain = take(!f.delta || f.split ? g.run_heads * records * 4 : 0);
+  g.ring_log = take(f.delta ? (f.column_decay ? N : g.run_heads) * records * 4 : 0);
+  g.raw = take(N * f.vector_bytes);
+  g.raw_gates = take(f.column_decay ? N * f.gate_bytes : 0);
+  g.gates = take(g.run_heads * g.gate_stride * 4);
+  g.vectors = take(g.vector_count * N * 4);
+  // Columns that are read side by side begin in different banks.
+  g.parts = take(outputs * f.parts * (N * 2 + 16));
+  g.part_factors = take(16);
+  g.brief_bytes = (at + 127) / 128 * 128;
+
+  at = 0;
+  g.order_rows = step.rows > kMostOrdered ? 0 : static_cast<int>(step.rows);
+  g.order = take(g.order_rows * 8);
+  g.counts = take(128);
+  g.gram = take(outputs * g.slots * 4 + N * 2);
+  g.progress = take(kProgressBytes);
+  g.barriers = take((2 * kMostStages + 4 * kMostBriefs + 1 + kPieceBarriers) * 8);
+  g.assignments = take((kMostBriefs + kMostStages) * kAssignmentBytes);
+  // What flushes arrange, twice: while slow warps are at one, others may begin the next.
+  const int begin = at;
+  g.w = take(f.matrices ? (records + 16) / 16 * 16 * N * 2 : (records + 1) * N * 4);  // the token at hand may be in it
   const bool solve = f.delta && f.split;
   g.keys = take(!solve           ? 0
                 : f.matrices     ? (records + 15) / 16 * 16 * N * 2
                 : f.column_decay ? (records + 1) * N * 4
                                  : 0);
-  g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 2)) * 4 : 0);
-  constexpr int kMost = 4;
-  g.barriers = take((2 * kMost + 1 + kPieceBarriers) * 8);
-  g.assignments = take(kMost * 16);
-  g.stages = std::min(kMost, (shared_limit - at) / g.stage_bytes);
-  if (g.stages < 1) return {};
-  for (int* offset : {&g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) *offset += g.stages * g.stage_bytes;
-  g.shared_bytes = g.stages * g.stage_bytes + at;
+  g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 1)) * 4 : 0);
+  g.flush_bytes = at - begin;
+  at += g.flush_bytes;
+  // One brief in use and one in the making; more where tiles come alone.
+  for (g.briefs = run > 1 ? 3 : kMostBriefs; g.briefs >= 2; --g.briefs) {
+    g.stages = std::min(kMostStages, (shared_limit - at - g.briefs * g.brief_bytes) / g.stage_bytes);
+    if (g.stages >= (g.briefs > 2 ? 2 : 1)) break;
+  }
+  if (g.briefs < 2) return {};
+  g.brief = g.stages * g.stage_bytes;
+  const int block = g.brief + g.briefs * g.brief_bytes;
+  for (int* offset :
+       {&g.order, &g.counts, &g.gram, &g.progress, &g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) {
+    *offset += block;
+  }
+  g.shared_bytes = block + at;
   return g;
 }
 
+/// Runs that a block should get at least, and rounds of single tiles at the end of a step.
+inline constexpr int kRunsABlock = 6, kLastRounds = 2;
+
 /// The tile that keeps most bytes in flight, up to 40 KiB of state. shared_limit: bytes that a block may have.
-inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, int warps, int blocks,
-                     int shared_limit) {
+inline Geometry plan(const Step& step, const Footprint& f, int warps, int blocks, int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
@@ -132,12 +185,21 @@ inline Geometry plan(const Step& step, const Footprint& f, const Workspace& w, i
   double best_score = 0;
   for (int tile = 16; tile <= group_rows && (tile == 16 || tile * row_bytes <= 40 * 1024); tile += 16) {
     const bool part = P % tile == 0, whole = tile % P == 0 && group_rows % tile == 0 && !f.column_decay;
-    if (!part && !whole) continue;
-    const Geometry g = lay_out(step, f, w, tile, shared_limit);
+    if ((!part && !whole) || tile / P > kMostHeads) continue;
+    const std::int64_t group_tiles = (f.column_decay ? P : group_rows) / tile;
+    Geometry g = lay_out(step, f, tile, 1, shared_limit);
     if (g.shared_bytes == 0) continue;
+    // Runs of up to 128 KiB, as long as every block still gets several and they cost no stage.
+    for (int run = 2; run <= std::min<std::int64_t>(group_tiles, kMostHeads); ++run) {
+      const int rows = run * tile;
+      if (group_tiles % run != 0 || (rows % P != 0 && P % rows != 0) || rows / P > kMostHeads) continue;
+      if (all_rows / rows < kRunsABlock * blocks || rows * row_bytes > 128 * 1024) break;
+      const Geometry longer = lay_out(step, f, tile, run, shared_limit);
+      if (longer.stages >= g.stages) g = longer;
+    }
     // Warps that cannot share the rows evenly wait for each other; fewer than two stages leave nothing in flight while
     // one is read; tiles that are too few leave blocks idle.
-    const int batches = (tile + f.batch - 1) / f.batch, rounds = (batches + warps - 1) / warps;
+    const int batches = -g.turns, rounds = (batches + warps - 1) / warps;
     double score = static_cast<double>(tile) * batches / (warps * rounds) *
                    (g.stages == 1   ? 0.5
                     : g.stages == 2 ? 1

@@ -2,6 +2,8 @@
 
 // The kernels behind decode(), private to cuda/: decode.cpp checks a step, chooses and launches.
 
+#include <cuda_runtime_api.h>
+
 #include "cuda/decode.h"
 
 namespace replayssm::cuda {
@@ -10,10 +12,10 @@ namespace replayssm::cuda {
 bool fast(const Mamba2Step& step);
 bool fast(const DeltaStep& step);
 
-/// Launch; the step has been checked and has at least one row. CUDA's error is left in cudaGetLastError().
-void launch_fast(const Mamba2Step& step, CUstream_st* stream);
-void launch_fast(const DeltaStep& step, CUstream_st* stream);
-void launch_generic(const Mamba2Step& step, CUstream_st* stream);
-void launch_generic(const DeltaStep& step, CUstream_st* stream);
+/// Launch; the step has been checked and has at least one row.
+cudaError_t launch_fast(const Mamba2Step& step, cudaStream_t stream);
+cudaError_t launch_fast(const DeltaStep& step, cudaStream_t stream);
+cudaError_t launch_generic(const Mamba2Step& step, cudaStream_t stream);
+cudaError_t launch_generic(const DeltaStep& step, cudaStream_t stream);
 
 }  // namespace replayssm::cuda

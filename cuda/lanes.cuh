@@ -36,6 +36,21 @@ __device__ inline void bulk_copy(void* to, const void* from, std::uint32_t size,
                : "memory");
 }
 
+/// Starts copying 4 or 16 bytes, which only arrive_after_copies() waits for.
+template <int Bytes>
+__device__ inline void copy_async(void* to, const void* from) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(Bytes)
+                 : "memory");
+  }
+}
+/// Arrives once the copies of copy_async() that this thread has started are done, at once where there are none.
+__device__ inline void arrive_after_copies(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase) {
   asm volatile(
       "{\n"
@@ -46,6 +61,21 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase)
       "}\n" ::"r"(shared_address(barrier)),
       "r"(phase)
       : "memory");
+}
+
+/// Whether that phase is complete.
+__device__ inline bool barrier_done(std::uint64_t* barrier, std::uint32_t phase) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(phase)
+      : "memory");
+  return done != 0;
 }
 
 /// Orders what this thread has read from and written to shared memory before copies that are started later, by it or by
@@ -118,16 +148,31 @@ struct Lay {
   template <Storage To>
   __device__ static void write(std::byte* row, int l, const float (&x)[per_lane], const Divider& scale) {
     constexpr int run = To == S ? per_chunk : 4, size = run * bytes(To);
+    const bool quick = plain<To>(x, scale);
+    if (quick || To == Storage::fp32) {
 #pragma unroll
-    for (int i = 0; i < per_lane; i += run) {
-      Words<size> words;
+      for (int i = 0; i < per_lane; i += run) {
+        Words<size> words;
 #pragma unroll
-      for (int k = 0; k < run; k += 4) {
-        const auto four = encode_four<To>(x + i + k, scale);
+        for (int k = 0; k < run; k += 4) {
+          float q[4];
 #pragma unroll
-        for (int m = 0; m < bytes(To); ++m) words.w[k / 4 * bytes(To) + m] = four.w[m];
+          for (int m = 0; m < 4; ++m) q[m] = scaled(To) ? scale.quick_quotient(x[i + k + m]) : x[i + k + m];
+          const auto four = encode_four<To>(q);
+#pragma unroll
+          for (int m = 0; m < bytes(To); ++m) words.w[k / 4 * bytes(To) + m] = four.w[m];
+        }
+        store_words<size>(row + element(l, i) * bytes(To), words);
       }
-      store_words<size>(row + element(l, i) * bytes(To), words);
+    } else if constexpr (To != Storage::fp32) {
+#pragma unroll
+      for (int i = 0; i < per_lane; i += 4) {
+        const uint2 codes = encode_carefully<To>(x[i], x[i + 1], x[i + 2], x[i + 3], scale.d);
+        Words<4 * bytes(To)> words;
+        words.w[0] = codes.x;
+        if constexpr (bytes(To) == 2) words.w[1] = codes.y;
+        store_words<4 * bytes(To)>(row + element(l, i) * bytes(To), words);
+      }
     }
   }
   /// The lane's part of a vector in shared memory.
@@ -154,9 +199,17 @@ struct Lay {
 
 // ---- matrix products ----------------------------------------------------------------------------------------------
 
-/// d += a b, a [16, 16] and b [16, 8] in bf16, d in fp32: the fragments of mma.m16n8k16.
+/// d += a b, a [16, 16] and b [16, 8] in bf16 or fp16, d in fp32: the fragments of mma.m16n8k16.
+template <bool bf16 = true>
 __device__ inline void multiply_add(float& d0, float& d1, float& d2, float& d3, const uint4& a, std::uint32_t b0,
                                     std::uint32_t b1) {
+  if constexpr (!bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    return;
+  }
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)

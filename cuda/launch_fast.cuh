@@ -9,7 +9,7 @@
 #include <initializer_list>
 
 #include "cuda/decode.cuh"
-#include "cuda/prepare.cuh"
+#include "cuda/launch.cuh"
 
 namespace replayssm::cuda {
 namespace {
@@ -35,6 +35,9 @@ inline Device current_device() {
   return d;
 }
 
+/// Of a block of decode_kernel(); 1 KiB a block is the system's.
+inline int shared_of_block(const Device& device) { return device.shared_limit / kResident - 1024; }
+
 inline bool aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
 inline bool aligned(const Activations& a) { return aligned(a.data) && a.stride * bytes(a.type) % 16 == 0; }
 inline bool aligned(const RingField& f) { return aligned(f.data) && f.slot_stride * bytes(f.type) % 16 == 0; }
@@ -59,20 +62,21 @@ Arguments<StepType> arrange(const StepType& step) {
   f.split = split;
   f.ring_bytes = f.flush_ring_bytes = bytes(step.ring.v.type);
   f.w_bytes = bytes(step.ring.w.type);
-  f.batch = f.read_bytes == 4 ? 8 : f.read_bytes == 2 || step.shape.state_dim == 256 || (delta && split) ? 16 : 32;
-  f.matrices = !f.column_decay && step.ring.w.type == Scalar::bf16;
+  f.parts = read == Storage::fp32 ? 0 : read == Storage::bf16 ? 3 : 2;
   if constexpr (delta) {
     f.ring_bytes = bytes(step.ring.u.type);
     if (!split) f.flush_ring_bytes = f.ring_bytes;
+    f.matrices = !f.column_decay && step.ring.w.type == Scalar::bf16;
     f.x_bytes = bytes(step.v.type);
+    f.vector_bytes = bytes(step.q.type) + bytes(step.k.type);
+    f.gate_bytes = bytes(step.gate.type);
   } else {
+    f.matrices = step.length > 1 && step.ring.w.type == Scalar::bf16 && step.B.type == Scalar::bf16;
     f.x_bytes = bytes(step.x.type);
+    f.vector_bytes = bytes(step.B.type) + bytes(step.C.type);
   }
   const Device device = current_device();
-  Arguments<StepType> arguments{step, lay_out_workspace(step, delta, split), {}};
-  arguments.geometry = plan(step, f, arguments.workspace, kWarps, kResident * device.multiprocessors,
-                            device.shared_limit / kResident - 1024);  // 1 KiB a block is the system's
-  return arguments;
+  return {step, plan(step, f, kWarps, kResident * device.multiprocessors, shared_of_block(device))};
 }
 
 template <class StepType>
@@ -83,7 +87,7 @@ bool serves(const StepType& step) {
   if (step.workspace == nullptr || !aligned(step.workspace) || !aligned(step.state)) return false;
   const bool split = is_split(step);
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
-  if (step.length > (delta && split ? 16 : 64)) return false;
+  if (step.length > (delta && split ? 16 : kMostLength)) return false;
   // The keys of records go through matrix products of bf16.
   if (delta && split && !has_column_decay(step.shape.recurrence) && step.length > 1 &&
       step.ring.w.type != Scalar::bf16) {
@@ -97,58 +101,38 @@ bool serves(const StepType& step) {
     // that flushes at every token both are the same.
     if (split ? !step.closed_loop : step.closed_loop && step.length > 1) return false;
     if (ring && (!aligned(step.ring.u) || (split && !aligned(step.ring.v)))) return false;
-    if (ring && has_column_decay(step.shape.recurrence) && !aligned(step.ring.log_decay)) return false;
+    if (has_column_decay(step.shape.recurrence) && !(aligned(step.gate) && (!ring || aligned(step.ring.log_decay)))) {
+      return false;
+    }
     if (!aligned(step.q) || !aligned(step.k) || !aligned(step.v)) return false;
   } else {
     if (ring && !aligned(step.ring.v)) return false;
     if (!aligned(step.x) || !aligned(step.B) || !aligned(step.C)) return false;
   }
-  return arrange(step).geometry.shared_bytes > 0;
-}
-
-/// A kernel may use this much dynamic shared memory; false if the device has less.
-template <class Kernel>
-bool allow_shared(Kernel kernel, int bytes) {
-  return bytes <= 48 * 1024 ||
-         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+  const Geometry geometry = arrange(step).geometry;
+  // Tiles are counted in 32 bits, those of every block beyond the last too.
+  return geometry.shared_bytes > 0 && step.rows * geometry.tiles < (std::int64_t{1} << 30);
 }
 
 template <Recurrence recurrence, int N, Storage Read, Storage Anchor, bool Split, class StepType>
-void launch_one(const StepType& step, cudaStream_t stream) {
+cudaError_t launch_one(const StepType& step, cudaStream_t stream) {
   const Arguments<StepType> arguments = arrange(step);
-  const auto prepare = prepare_kernel<recurrence, N, Split>;
-  const std::size_t prepare_shared = prepare_shared_bytes<recurrence, N, Split>(step, arguments.workspace.slots);
-  const auto decode = decode_kernel<recurrence, N, Read, Anchor, Split>;
-  if (!allow_shared(prepare, static_cast<int>(prepare_shared)) ||
-      !allow_shared(decode, arguments.geometry.shared_bytes)) {
-    return;
-  }
-  const std::int64_t units = has_column_decay(recurrence) ? step.shape.heads : step.shape.groups;
-  const int threads = prepare_threads(static_cast<int>(step.shape.heads / step.shape.groups),
-                                      has_column_decay(recurrence), is_delta_rule(recurrence) && Split);
-  prepare<<<static_cast<unsigned>(step.rows * units + 1), static_cast<unsigned>(threads), prepare_shared, stream>>>(
-      arguments);
-
-  // The states are on their way while the first kernel runs.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch{};
-  const std::int64_t tiles = step.rows * arguments.geometry.tiles,
-                     blocks = kResident * current_device().multiprocessors;
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(tiles, blocks)));
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = static_cast<std::size_t>(arguments.geometry.shared_bytes);
-  launch.stream = stream;
-  launch.attrs = &overlap;
-  launch.numAttrs = 1;
-  cudaLaunchKernelEx(&launch, decode, arguments);
+  const auto kernel = decode_kernel<recurrence, N, Read, Anchor, Split>;
+  const Device device = current_device();
+  // The same limit at every call: host threads may call with different steps at a time.
+  const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_of_block(device));
+  if (allowed != cudaSuccess) return allowed;
+  const std::int64_t tiles = step.rows * arguments.geometry.tiles, blocks = kResident * device.multiprocessors;
+  // It starts while the kernel before it ends, and waits for that where it needs to.
+  return launch(kernel, std::min(tiles, blocks), kThreads, static_cast<std::size_t>(arguments.geometry.shared_bytes),
+                stream, true, arguments);
 }
 
 template <Recurrence recurrence, int N, class StepType>
-void launch_width(const StepType& step, cudaStream_t stream) {
-  const auto shared = [&]<Storage S>() { launch_one<recurrence, N, S, S, false>(step, stream); };
-  const auto split = [&]<Storage S>() { launch_one<recurrence, N, S, Storage::fp32, true>(step, stream); };
+cudaError_t launch_width(const StepType& step, cudaStream_t stream) {
+  const auto shared = [&]<Storage S>() { return launch_one<recurrence, N, S, S, false>(step, stream); };
+  const auto split = [&]<Storage S>() { return launch_one<recurrence, N, S, Storage::fp32, true>(step, stream); };
   const bool apart = is_split(step);
   switch (apart ? step.read.storage : step.state.storage) {
     case Storage::fp32:
@@ -162,10 +146,11 @@ void launch_width(const StepType& step, cudaStream_t stream) {
     case Storage::int8_row:
       return apart ? split.template operator()<Storage::int8_row>() : shared.template operator()<Storage::int8_row>();
   }
+  return cudaErrorInvalidValue;
 }
 
 template <Recurrence recurrence, class StepType>
-void launch_recurrence(const StepType& step, cudaStream_t stream) {
+cudaError_t launch_recurrence(const StepType& step, cudaStream_t stream) {
   switch (step.shape.state_dim) {
     case 64:
       return launch_width<recurrence, 64>(step, stream);

@@ -17,8 +17,6 @@ namespace {
 
 void decode(const Mamba2Step&, CUstream_st*, Kernel) { refuse("decode"); }
 void decode(const DeltaStep&, CUstream_st*, Kernel) { refuse("decode"); }
-std::size_t workspace_bytes(const Mamba2Step&) { refuse("workspace_bytes"); }
-std::size_t workspace_bytes(const DeltaStep&) { refuse("workspace_bytes"); }
 void advance_cursors(std::int64_t, const std::int32_t*, std::int32_t*, std::int64_t, CUstream_st*) {
   refuse("advance_cursors");
 }

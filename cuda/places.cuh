@@ -1,6 +1,6 @@
 #pragma once
 
-// Where a step keeps things, and the scalar functions of the recurrences: what both fast kernels need.
+// Where a step keeps things, and the scalar functions of the recurrences.
 
 #include "cuda/geometry.h"
 #include "cuda/lanes.cuh"
@@ -8,7 +8,7 @@
 namespace replayssm::cuda {
 
 /// log(1 + e^z), as in core/real.h.
-__device__ inline float softplus(float z) { return z > 0 ? z + log1pf(expf(-z)) : log1pf(expf(z)); }
+__device__ inline float softplus(float z) { return fmaxf(z, 0.0f) + log1pf(expf(-fabsf(z))); }
 __device__ inline float sigmoid(float z) {
   if (z >= 0) return 1.0f / (1.0f + expf(-z));
   const float e = expf(z);
@@ -40,40 +40,27 @@ __device__ inline void load_run(Scalar type, const void* data, std::int64_t i, f
   }
 }
 
+/// How blocks share out the tiles of a step; all zero between steps.
+struct Tickets {
+  unsigned drawn;  ///< tiles beyond those that every block begins with
+  unsigned done;   ///< blocks that draw no more
+};
+
 template <class StepType>
 struct Arguments {
   StepType step;
-  Workspace workspace;
   Geometry geometry;
 };
 
-/// Where a step keeps things, for both kernels.
+/// Where the records of a slot lie.
 template <class StepType>
 struct Places {
   const StepType& step;
-  const Workspace& layout;
-  std::int64_t row, slot;
+  int row, slot;
 
   __device__ std::byte* records(const RingField& field, std::int64_t index, int width) const {
     return static_cast<std::byte*>(field.data) +
-           (slot * field.slot_stride + index * step.ring.capacity * width) * bytes(field.type);
-  }
-  __device__ float* gates(int head) const {
-    return static_cast<float*>(step.workspace) + (row * step.shape.heads + head) * layout.gate_stride;
-  }
-  /// index: group, or head where every head has its own vectors.
-  __device__ float* vectors(int index, int of) const {
-    return static_cast<float*>(step.workspace) + layout.vector_offset +
-           (row * of + index) * layout.vectors * step.shape.state_dim;
-  }
-  /// Rows in the order in which they are to be taken.
-  __device__ int* order() const { return counter() + 4; }
-  __device__ int* counter() const {
-    return reinterpret_cast<int*>(static_cast<float*>(step.workspace) + layout.counter_offset);
-  }
-  __device__ float* products(int head) const {
-    return static_cast<float*>(step.workspace) + layout.product_offset +
-           (row * step.shape.heads + head) * step.length * (step.length + 2);
+           (std::int64_t{slot} * field.slot_stride + index * step.ring.capacity * width) * bytes(field.type);
   }
 };
 

@@ -1,463 +1,409 @@
 #pragma once
 
-// The first of the two fast kernels: what the heads of a group share, worked out once. It normalises q and k, forms the
-// decays and the products of the token's vectors with the records' w, appends the token's w and gates to the ring, and
-// leaves the rest in the workspace. decode_kernel() reads states meanwhile.
+// What the heads of a run of tiles share, worked out once by one warp while others work on the tiles before. The warp
+// also decides which run is next.
 
-#include "cuda/places.cuh"
+#include "cuda/runs.cuh"
 
 namespace replayssm::cuda {
 
-/// Threads of a block: 16 for each head, so that their decays are worked out side by side.
-constexpr int prepare_threads(int heads_in_group, bool column_decay, bool products) {
-  return column_decay ? 64 : std::clamp(heads_in_group * 16 / 32 * 32, products ? 128 : 64, 128);
-}
-
-/// A block for each group (KDA: head) of each row, and one that orders the rows.
+/// Normalises q and k, forms the decays and the products of the token's vectors with the records' w, and appends the
+/// token's w and gates to the ring.
 ///
-/// Vectors left behind: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold it,
-/// all normalised. KDA the same times e^G, then q, e^G and k as they are.
-template <Recurrence recurrence, int N, bool Split>
-class Prepare {
+/// Vectors left in the stage: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold
+/// it, all normalised. KDA the same times e^G, then q, e^G, k and the token's log decay as they are.
+template <class TileType>
+class Prepare : public Runs<TileType> {
+  using T = TileType;
+  using R = Runs<TileType>;
+  using R::group, R::heads, R::records;
+  using T::at_, T::brief_, T::flush_, T::geometry_, T::head_, T::held_, T::lane_, T::step_;
+  using typename R::RawGates, typename R::Turns;
+  static constexpr int N = T::N, kVectors = T::kVectors, kEach = N / 32;
+  static constexpr bool kDelta = T::kDelta, kColumns = T::kColumns, kSplit = T::Split;
+  /// Records whose products are summed over the lanes at once.
+  static constexpr int kAtOnce = 8;
+
  public:
-  static constexpr bool kDelta = is_delta_rule(recurrence), kColumns = has_column_decay(recurrence);
-  using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
-  static constexpr int kVectors = output_vectors(kDelta, Split), kEach = N / 32;
+  __device__ Prepare(const T& tile, const Rows& rows) : R(tile, rows) {}
 
-  __device__ Prepare(const Arguments<StepType>& arguments, std::byte* shared)
-      : step_(arguments.step),
-        at_{arguments.step, arguments.workspace, 0, 0},
-        shared_(shared),
-        warp_(static_cast<int>(threadIdx.x) / 32),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        warps_(static_cast<int>(blockDim.x) / 32) {}
-
+  /// Takes runs until there are no more. Which block gets which is left to chance: flushes take longer.
   __device__ void run() {
-    let_dependents_start();
-    const auto units = static_cast<unsigned>(kColumns ? step_.shape.heads : step_.shape.groups);
-    unit_ = static_cast<int>(blockIdx.x % units);
-    at_.row = blockIdx.x / units;
-    if (at_.row == step_.rows) {
-      order_rows();
-      return;
+    Turns turns = this->first_turn();
+    Brief made{}, next{};  // next: told, and its copies are on their way
+    begin(next, this->take(turns));
+    while (next.run.held >= 0) {
+      this->forget();
+      made = next;
+      const Assignment run = this->take(turns);
+      next.number = made.number + 1 == geometry_.briefs ? 0 : made.number + 1;
+      next.phase = made.phase ^ (next.number == 0 ? 1 : 0);
+      // Copies take time: they are started before the brief at hand is made, unless that has to wait.
+      const bool early = barrier_done(this->free(next.number), next.phase ^ 1);
+      if (early) begin(next, run);
+      barrier_wait(this->raw(made.number), made.phase);
+      this->assign(made.run);
+      this->in_brief(made.number);
+      prepare(made.gates);
+      __syncwarp();
+      arrive(this->ready(made.number));
+      if (!early) begin(next, run);
     }
-    const int slot = step_.slot[at_.row];
-    held_ = held_of(step_, at_.row, slot);
-    if (held_ < 0) return;
-    at_.slot = slot;
-    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
-    group_ = kColumns ? unit_ / in_group : unit_;
-    flush_ = held_ == step_.length - 1;
-    ring_w_ = at_.records(step_.ring.w, group_, N);
-    if constexpr (kColumns) {
-      current_vectors();
-      columns();
-    } else {
-      scalars(in_group);
-    }
+    // The last of all blocks leaves the tickets as it found them.
+    if (lane_ == 0 && atomicInc(&this->tickets()->done, gridDim.x - 1) == gridDim.x - 1) this->tickets()->drawn = 0;
   }
 
  private:
-  /// The last block: rows that flush first, because they take longest, then the others; and no tile handed out yet.
-  __device__ void order_rows() const {
-    int* order = at_.order();
-    auto* counts = reinterpret_cast<int*>(shared_);  // of a warp: rows that flush
-    auto front = 0, back = static_cast<int>(step_.rows) - 1;
-    for (int base = 0; base < step_.rows; base += static_cast<int>(blockDim.x)) {
-      const int row = base + static_cast<int>(threadIdx.x);
-      const bool real = row < step_.rows;
-      const bool flush = real && held_of(step_, row, step_.slot[row]) == step_.length - 1;
-      const unsigned flushing = __ballot_sync(~0u, flush), others = __ballot_sync(~0u, real && !flush);
-      if (lane_ == 0) counts[2 * warp_] = __popc(flushing), counts[2 * warp_ + 1] = __popc(others);
-      __syncthreads();
-      int before[2] = {}, all[2] = {};
-      for (int w = 0; w < warps_; ++w) {
-        for (int i = 0; i < 2; ++i) {
-          if (w < warp_) before[i] += counts[2 * w + i];
-          all[i] += counts[2 * w + i];
-        }
-      }
-      const unsigned earlier = (1u << lane_) - 1;
-      if (flush) order[front + before[0] + __popc(flushing & earlier)] = row;
-      if (real && !flush) order[back - before[1] - __popc(others & earlier)] = row;
-      front += all[0];
-      back -= all[1];
-      __syncthreads();
+  struct Brief {
+    int number;
+    std::uint32_t phase;
+    Assignment run;
+    RawGates gates;
+  };
+
+  /// Tells the other warps of a run and starts the copies of what is to be prepared.
+  __device__ void begin(Brief& brief, const Assignment& run) {
+    brief.run = run;
+    barrier_wait(this->free(brief.number), brief.phase ^ 1);  // of a new barrier, the phase before counts as complete
+    if (lane_ == 0) {
+      this->of_brief(brief.number) = run;
+      arrive(this->told(brief.number));
     }
-    if (threadIdx.x == 0) *at_.counter() = 0;
+    if (run.held < 0) return;
+    this->assign(run);
+    this->in_brief(brief.number);
+    brief.gates = this->load_gates();
+    this->fetch(this->raw(brief.number));
   }
 
-  static constexpr int kGram = 0;  // of shared memory, in floats: [vectors, slots], then what products() needs
+  // ---- preparing ----------------------------------------------------------------------------------------------------
 
-  __device__ int slots() const { return at_.layout.slots; }
-  __device__ float* shared() const { return reinterpret_cast<float*>(shared_); }
+  __device__ void prepare(const RawGates& gates) {
+    current_vectors();
+    if constexpr (kColumns) {
+      columns(gates);
+    } else {
+      scalars(gates);
+    }
+  }
+
+  __device__ float* gram() const { return this->template in_block<float>(geometry_.gram); }
+  __device__ void put(int m, const float (&x)[kEach]) const {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) this->vector(m)[lane_ * kEach + e] = x[e];
+  }
+  /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power
+  /// of two that brings the largest element to 2^14: what is 2^16 times smaller keeps 22 bits, and nothing is lost that
+  /// an fp32 sum would show.
+  __device__ void put_parts(int m, const float (&x)[kEach]) const {
+    constexpr Storage S = T::Read;
+    float factor = 1, inverse = 1;
+    if constexpr (kParts<S> == 2) {
+      std::uint32_t largest = 0;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) largest = max(largest, __float_as_uint(fabsf(x[e])));
+      largest = __reduce_max_sync(~0u, largest);
+      if (largest < 0x7F800000u) {
+        const int exponent = min(max(static_cast<int>(largest >> 23) - 127 - 14, -120), 120);
+        factor = __uint_as_float(static_cast<std::uint32_t>(127 + exponent) << 23);
+        inverse = __uint_as_float(static_cast<std::uint32_t>(127 - exponent) << 23);
+      }
+      if (lane_ == 0) this->part_factors()[m] = factor;
+    }
+    float rest[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) rest[e] = x[e] * inverse;
+#pragma unroll
+    for (int i = 0; i < kParts<S>; ++i) {
+      constexpr Scalar type = S == Storage::bf16 ? Scalar::bf16 : Scalar::fp16;
+      std::uint16_t bits[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const float part = round_to(type, rest[e]);
+        store(type, bits, e, part);
+        rest[e] = isfinite(part) ? rest[e] - part : 0.0f;
+      }
+      auto* to = reinterpret_cast<std::uint16_t*>(this->parts(m * kParts<S> + i)) + lane_ * kEach;
+      if constexpr (kEach % 2 == 0) {
+#pragma unroll
+        for (int e = 0; e < kEach; e += 2) {
+          reinterpret_cast<std::uint32_t*>(to)[e / 2] = bits[e] | std::uint32_t{bits[e + 1]} << 16;
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) to[e] = bits[e];
+      }
+    }
+  }
+  __device__ float* gate_ring(const RingField& field, int head, int width) const {
+    return reinterpret_cast<float*>(at_.records(field, head, width)) + held_ * width;
+  }
 
   /// c and w in fp32, normalised in the delta rule, a run of N / 32 elements a lane; appends w.
   __device__ void current_vectors() {
-    const Activations* from[2];
-    if constexpr (kDelta) {
-      from[0] = &step_.q, from[1] = &step_.k;
-    } else {
-      from[0] = &step_.C, from[1] = &step_.B;
-    }
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      load_run(from[m]->type, from[m]->data, at_.row * from[m]->stride + group_ * N + lane_ * kEach, vector_[m]);
-    }
+    const std::byte* raw = this->template in_brief<std::byte>(geometry_.raw);
+    const Scalar type = this->c_input().type;
+    load_run(type, raw, lane_ * kEach, vector_[0]);
+    load_run(this->w_input().type, raw + N * bytes(type), lane_ * kEach, vector_[1]);
     if constexpr (kDelta) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) sum = fmaf(vector_[m][i], vector_[m][i], sum);
+        for (int e = 0; e < kEach; ++e) sum = fmaf(vector_[m][e], vector_[m][e], sum);
         const float norm = sqrtf(lane_sum<32>(sum) + 1e-6f),
                     factor = m == 0 ? __frsqrt_rn(static_cast<float>(N)) : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) vector_[m][i] = __fdiv_rn(vector_[m][i], norm) * factor;
+        for (int e = 0; e < kEach; ++e) vector_[m][e] = __fdiv_rn(vector_[m][e], norm) * factor;
+        norm_[m] = __fdiv_rn(factor, norm);
       }
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) vector_[2][i] = round_to(step_.ring.w.type, vector_[1][i]);
-    }
-    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
-    if (warp_ == 1 && !flush_ && (!kColumns || unit_ % in_group == 0)) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) store(step_.ring.w.type, ring_w_, held_ * N + lane_ * kEach + i, vector_[1][i]);
+      for (int e = 0; e < kEach; ++e) vector_[2][e] = round_to(step_.ring.w.type, vector_[1][e]);
     }
     if constexpr (!kColumns) {
-      float* out = at_.vectors(group_, static_cast<int>(step_.shape.groups));
+      if (kParts<T::Read> == 0 || flush_) {
 #pragma unroll
-      for (int m = 0; m < (kDelta ? kVectors : 2); ++m) {
-        if (m % 2 != warp_) continue;
+        for (int m = 0; m < (kDelta ? kVectors : 2); ++m) put(m, vector_[m]);
+      } else {
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) out[m * N + lane_ * kEach + i] = vector_[m][i];
+        for (int m = 0; m < kVectors; ++m) put_parts(m, vector_[m]);
+      }
+    }
+    // The first run of the group appends it.
+    if (!flush_ && this->p0_ == 0 && group() * geometry_.by_group.d == head_) {
+      std::byte* to = at_.records(step_.ring.w, group(), N);
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        store(step_.ring.w.type, to, held_ * N + lane_ * kEach + e, vector_[1][e]);
       }
     }
   }
 
+  /// The lane's part of a record's w, the token's own at place `held`; 0 behind it.
+  __device__ void record_w(int j, float (&w)[kEach]) const {
+    const std::byte* ring = this->template in_brief<std::byte>(geometry_.ring_w);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) w[e] = j == held_ ? vector_[1][e] : 0.0f;
+    if (j < held_) load_run(step_.ring.w.type, ring, j * N + lane_ * kEach, w);
+  }
+
   // ---- one decay a head ---------------------------------------------------------------------------------------------
 
-  __device__ void scalars(int in_group) {
-    // What the ring holds of the first heads and records is on its way before anything is waited for.
-    constexpr int kAtOnce = 4, kAhead = 2;
-    const int h0 = static_cast<int>(threadIdx.x) / 16, heads_at_once = static_cast<int>(blockDim.x) / 16;
-    float ahead[kAhead];
+  __device__ void scalars(const RawGates& raw) const {
+    if (kDelta || !flush_) {
+      if (step_.ring.w.type == Scalar::bf16 && this->c_input().type == Scalar::bf16 &&
+          this->w_input().type == Scalar::bf16) {
+        matrix_products();
+      } else {
+        products();
+      }
+    }
+    // The gates of head h in lane h.
+    float gain = 0, log_decay = 0, rate = 0;
+    if (lane_ < heads()) {
+      const int head = head_ + lane_;
+      rate = -expf(step_.A_log[head]);
+      const float bias = step_.dt_bias[head];
+      float* gates = this->gates(lane_);
+      if constexpr (kDelta) {
+        gain = step_.beta_scale * sigmoid(from_bits(step_.beta.type, raw.gain));
+        log_decay = rate * softplus(from_bits(step_.gate.type, raw.gate) + bias);
+        gates[2] = 0;
+      } else {
+        gain = softplus(from_bits(step_.dt.type, raw.gate) + bias);
+        if (gain < step_.dt_min) gain = step_.dt_min;
+        if (gain > step_.dt_max) gain = step_.dt_max;
+        log_decay = rate * gain;
+        gates[2] = step_.D ? step_.D[head] : 0.0f;
+      }
+      gates[1] = gain, gates[3] = log_decay;
+      // The run with a head's first row appends what is the head's.
+      if (!flush_ && this->p0_ == 0) {
+        if constexpr (kDelta) *gate_ring(step_.ring.log_decay, head, 1) = log_decay;
+        if constexpr (!kDelta || kSplit) *gate_ring(step_.ring.gain, head, 1) = gain;
+      }
+    }
+    if (lane_ < heads()) sum_decays(rate, log_decay);
+    __syncwarp();
+    weigh_records();
+  }
+
+  /// The same where all is in bf16, as matrix products of 16 records and 8 columns: c and w as they came, and the
+  /// token's w as the ring will hold it. Norms are taken out of the sums.
+  __device__ void matrix_products() const {
+    const int g = lane_ / 4, t = lane_ % 4;
+    const auto* ring = this->template in_brief<std::byte>(geometry_.ring_w) + t * 16;
+    const auto* raw = this->template in_brief<std::byte>(geometry_.raw) + t * 16;
+    const auto* stored = reinterpret_cast<const std::byte*>(gram() + kVectors * geometry_.slots);
+    if constexpr (kVectors == 3) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = record_gate(group_ * in_group + min(h0 + i * heads_at_once, in_group - 1), held_ - lane_ % 16);
+      for (int e = 0; e < kEach; ++e) {
+        store(Scalar::bf16, const_cast<std::byte*>(stored), lane_ * kEach + e, vector_[2][e]);
+      }
+      __syncwarp();
     }
-    float w[kAtOnce][kEach];
-    load_records(warp_ * kAtOnce, w);
-    for (int h = static_cast<int>(threadIdx.x); h < in_group; h += static_cast<int>(blockDim.x)) {
-      current_gates(group_ * in_group + h, h);
+    const std::byte* column = g < 2 ? raw + g * 2 * N : g < kVectors ? stored + t * 16 : nullptr;
+    for (int base = 0; base <= held_; base += 16) {
+      const auto row = [&](int j) { return j < held_ ? ring + j * 2 * N : j == held_ ? raw + 2 * N : nullptr; };
+      const std::byte *near = row(base + g), *far = row(base + g + 8);
+      float d[4] = {};
+#pragma unroll
+      for (int q = 0; q < N / 32; ++q) {
+        const auto part = [&](const std::byte* from) { return from ? load_words<16>(from + q * 64) : Words<16>{}; };
+        const Words<16> a = part(near), b = part(far), c = part(column);
+        multiply_add(d[0], d[1], d[2], d[3], make_uint4(a.w[0], b.w[0], a.w[1], b.w[1]), c.w[0], c.w[1]);
+        multiply_add(d[0], d[1], d[2], d[3], make_uint4(a.w[2], b.w[2], a.w[3], b.w[3]), c.w[2], c.w[3]);
+      }
+      // Lane t has columns 2 t and 2 t + 1 of records g and g + 8.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int m = 2 * t + i % 2, j = base + g + i / 2 * 8;
+        if (m >= kVectors || j > held_) continue;
+        float x = d[i];
+        if constexpr (kDelta) x *= (m == 0 ? norm_[0] : m == 1 ? norm_[1] : 1.0f) * (j == held_ ? norm_[1] : 1.0f);
+        gram()[m * geometry_.slots + j] = x;
+      }
     }
-    current_vectors();
-    float* gram = shared();
-    for (int base = warp_ * kAtOnce; base <= held_; base += warps_ * kAtOnce) {
-      if (base >= warps_ * kAtOnce) load_records(base, w);
+    __syncwarp();
+  }
+
+  /// The products of the records' w with the vectors, the token's own w as the last record.
+  __device__ void products() const {
+    for (int base = 0; base <= held_; base += kAtOnce) {
       float sum[kVectors][kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i == held_) {
-#pragma unroll
-          for (int e = 0; e < kEach; ++e) w[i][e] = vector_[1][e];
-        }
+        float w[kEach];
+        record_w(base + i, w);
 #pragma unroll
         for (int m = 0; m < kVectors; ++m) {
           sum[m][i] = 0;
 #pragma unroll
-          for (int e = 0; e < kEach; ++e) sum[m][i] = fmaf(w[i][e], vector_[m][e], sum[m][i]);
+          for (int e = 0; e < kEach; ++e) sum[m][i] = fmaf(w[e], vector_[m][e], sum[m][i]);
         }
       }
 #pragma unroll
       for (int m = 0; m < kVectors; ++m) {
         const float total = lane_sums<32>(sum[m], lane_);
         const int j = base + lane_ / (32 / kAtOnce);
-        if (lane_ % (32 / kAtOnce) == 0 && j <= held_) gram[m * slots() + j] = total;
+        if (lane_ % (32 / kAtOnce) == 0 && j <= held_) gram()[m * geometry_.slots + j] = total;
       }
     }
-    __syncthreads();
-    // The lanes of a warp go round together: its two heads, or one and a repetition that writes nothing.
-    for (int i = 0; h0 / 2 * 2 + i * heads_at_once < in_group; ++i) {
-      const int h = h0 + i * heads_at_once, mine = min(h, in_group - 1);
-      float record = i == 0 ? ahead[0] : ahead[1];
-      if (i >= kAhead) record = record_gate(group_ * in_group + mine, held_ - lane_ % 16);
-      decays(group_ * in_group + mine, mine, record, h == mine);
-    }
-    if constexpr (kDelta && Split) {
-      if (flush_) {
-        __syncthreads();
-        products(in_group);
-      }
-    }
-  }
-  /// The lane's part of live records base .. base + Count.
-  template <int Count>
-  __device__ void load_records(int base, float (&w)[Count][kEach]) const {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) w[i][e] = 0;
-      if (base + i < held_) load_run(step_.ring.w.type, ring_w_, (base + i) * N + lane_ * kEach, w[i]);
-    }
+    __syncwarp();
   }
 
-  /// What the ring holds of a head's decay, dt or its logarithm, of a live record; 0 for others.
-  __device__ float record_gate(int head, int j) const {
-    if (j < 0 || j >= held_) return 0;
-    return reinterpret_cast<const float*>(at_.records(kDelta ? step_.ring.log_decay : step_.ring.gain, head, 1))[j];
-  }
-
-  /// Of head h: rate -e^A_log, dt or beta, and the log decay of the token at hand.
-  __device__ float* current(int h) const { return shared() + kVectors * slots() + 3 * h; }
-
-  __device__ void current_gates(int head, int h) const {
-    const float rate = -expf(step_.A_log[head]), bias = step_.dt_bias[head];
-    float gain, log_decay;
-    if constexpr (kDelta) {
-      gain = step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
-      log_decay = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + head) + bias);
-    } else {
-      gain = softplus(load(step_.dt.type, step_.dt.data, at_.row * step_.dt.stride + head) + bias);
-      if (gain < step_.dt_min) gain = step_.dt_min;
-      if (gain > step_.dt_max) gain = step_.dt_max;
-      log_decay = rate * gain;
-    }
-    float* out = current(h);
-    out[0] = rate, out[1] = gain, out[2] = log_decay;
-    float* gates = at_.gates(head);
-    gates[1] = gain, gates[2] = skip(head), gates[3] = 0;
-    if (!flush_) {
-      if constexpr (kDelta) reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, 1))[held_] = log_decay;
-      if constexpr (!kDelta || Split) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = gain;
-    }
-  }
-
-  /// Suffix sums, newest first, 16 records at a time; differences of prefix sums would cancel. Half a warp a head.
-  __device__ void decays(int head, int h, float record, bool write) {
-    float* out = at_.gates(head);
-    const float rate = current(h)[0], current_gain = current(h)[1], current_log = current(h)[2];
-    const int lane = lane_ % 16;
-    float newer = 0;  // sum over the records that are newer than these 16
-    for (int base = held_; base >= 0; base -= 16) {
-      const int j = base - lane;  // lane 0 is the newest
-      if (base < held_) record = record_gate(head, j);
-      const float gain = j == held_ ? current_gain : record;
-      float own = j == held_ ? current_log : kDelta ? record : rate * record;
-      if constexpr (kDelta && Split) {
-        if (flush_ && j >= 0 && write) shared()[product_gates() + h * slots() + j] = own;
-      }
-      float sum = own;
-#pragma unroll
-      for (int d = 1; d < 16; d *= 2) {
-        const float other = __shfl_up_sync(~0u, sum, d, 16);
-        if (lane >= d) sum += other;
-      }
-      float before = __shfl_up_sync(~0u, sum, 1, 16);
-      if (lane == 0) before = 0;
-      if (j >= 0 && write) {
-        float a = expf(newer + before);
-        if constexpr (!kDelta) a *= gain;
-        out[4 + j] = a;
-#pragma unroll
-        for (int m = 0; m < kVectors; ++m) out[4 + (1 + m) * slots() + j] = a * shared()[m * slots() + j];
-      }
-      newer += __shfl_sync(~0u, sum, 15, 16);
-    }
-    if (lane == 0 && write) out[0] = expf(newer);
-  }
-
-  __device__ float skip(int head) const {
-    if constexpr (!kDelta) {
-      if (step_.D) return step_.D[head];
-    }
-    return 0;
-  }
-
-  static constexpr int kPitch = N + 4;  // of the keys in shared memory: rows four banks apart
-  /// Behind the products of vectors and the current gates of the group's heads.
-  __device__ int product_gates() const {
-    const auto in_group = static_cast<int>(step_.shape.heads / step_.shape.groups);
-    return kVectors * slots() + (3 * in_group + 3) / 4 * 4;
-  }
-  __device__ int product_keys(int in_group) const { return product_gates() + in_group * slots(); }
-
-  /// What feeds the records' u into each other: e^{g_{j+1} + ... + g_i} w_j . w_i for j < i; e^{g_0 + ... + g_i};
-  /// beta_i.
-  __device__ void products(int in_group) {
-    const auto L = static_cast<int>(step_.length);
-    float* keys = shared() + product_keys(in_group);
-    for (int j = warp_; j <= held_; j += warps_) {
-      float w[kEach];
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) w[e] = vector_[1][e];
-      if (j < held_) load_run(step_.ring.w.type, ring_w_, j * N + lane_ * kEach, w);
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) keys[j * kPitch + lane_ * kEach + e] = w[e];
-    }
-    __syncthreads();
-    const int n = held_ + 1;
-    float* dots = keys + n * kPitch;
-    for (int t = static_cast<int>(threadIdx.x); t < n * n; t += static_cast<int>(blockDim.x)) {
-      const int i = t / n, j = t % n;
-      if (j >= i) continue;
-      float dot = 0;
+  /// By the lane of a head: e^G, and in the place of each record's decay its logarithm so far. Suffix sums, newest
+  /// first; differences of prefix sums would cancel.
+  __device__ void sum_decays(float rate, float current) const {
+    const float* ring = this->template in_brief<float>(kDelta ? geometry_.ring_log : geometry_.ring_gain);
+    float* out = this->gates(lane_);
+    float sum = 0;
+    out[4 + held_] = sum;
+    sum += current;
 #pragma unroll 4
-      for (int e = 0; e < N; e += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(keys + i * kPitch + e);
-        const float4 b = *reinterpret_cast<const float4*>(keys + j * kPitch + e);
-        dot = fmaf(a.x, b.x, dot), dot = fmaf(a.y, b.y, dot), dot = fmaf(a.z, b.z, dot), dot = fmaf(a.w, b.w, dot);
-      }
-      dots[t] = dot;
+    for (int j = held_ - 1; j >= 0; --j) {
+      out[4 + j] = sum;
+      const float record = ring[lane_ * records() + j];
+      sum += kDelta ? record : rate * record;
     }
-    __syncthreads();
-    // A thread for each head and record j, whose decay grows as i goes on; j = -1: the checkpoint.
-    for (int t = static_cast<int>(threadIdx.x); t < in_group * (n + 1); t += static_cast<int>(blockDim.x)) {
-      const int h = t / (n + 1), j = t % (n + 1) - 1, head = group_ * in_group + h;
-      const float* log_decay = shared() + product_gates() + h * slots();
-      float* out = at_.products(head);
-      float sum = 0;
-      for (int i = j + 1; i < n; ++i) {
-        sum += log_decay[i];
-        out[j < 0 ? L * L + i : i * L + j] = j < 0 ? expf(sum) : expf(sum) * dots[i * n + j];
+    out[0] = expf(sum);
+  }
+
+  /// The decays of all heads' records, and what that makes of the products; a lane a record.
+  __device__ void weigh_records() const {
+    const int slots = geometry_.slots;
+    for (int base = 0; base <= held_; base += 16) {
+#pragma unroll 2
+      for (int i = lane_; i < 16 * heads(); i += 32) {
+        const int h = i / 16, j = base + i % 16;
+        if (j > held_) continue;
+        float* out = this->gates(h);
+        float a = expf(out[4 + j]);
+        if constexpr (!kDelta) {
+          a *= j == held_ ? out[1] : this->template in_brief<float>(geometry_.ring_gain)[h * records() + j];
+        }
+        out[4 + j] = a;
+        if (kDelta || !flush_) {
+#pragma unroll
+          for (int m = 0; m < kVectors; ++m) out[4 + (1 + m) * slots + j] = a * gram()[m * slots + j];
+        }
       }
-      if (j >= 0)
-        out[L * L + L + j] =
-            j < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[j] : current(h)[1];
     }
   }
 
   // ---- one decay a channel ------------------------------------------------------------------------------------------
 
-  /// One warp takes the records newest first, with the suffix sum of each of its channels; the other the products.
-  __device__ void columns() {
-    const int head = unit_, first = lane_ * kEach;
-    float* out = at_.gates(head);
-    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, N));
-    const float rate = -expf(step_.A_log[head]);
-    float log_decay[kEach];
+  /// Takes the records newest first, with the suffix sum of each of the lane's channels.
+  __device__ void columns(const RawGates& raw) const {
+    const float rate = -expf(step_.A_log[head_]);
+    const float gain = step_.beta_scale * sigmoid(from_bits(step_.beta.type, __shfl_sync(~0u, raw.gain, 0)));
+    float log_decay[kEach], sum[kEach] = {};
+    load_run(step_.gate.type, brief_ + geometry_.raw_gates, lane_ * kEach, log_decay);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      const std::int64_t column = static_cast<std::int64_t>(head) * N + first + e;
-      log_decay[e] = rate * softplus(load(step_.gate.type, step_.gate.data, at_.row * step_.gate.stride + column) +
-                                     step_.dt_bias[column]);
+      log_decay[e] = rate * softplus(log_decay[e] + step_.dt_bias[head_ * N + lane_ * kEach + e]);
     }
-    const float gain =
-        step_.beta_scale * sigmoid(load(step_.beta.type, step_.beta.data, at_.row * step_.beta.stride + head));
-    if (warp_ == 0) {
-      float sum[kEach] = {};
-      for (int j = held_; j >= 0; --j) {
+    float* out = this->gates(0);
+    for (int base = held_; base >= 0; base -= kAtOnce) {
+      float dot[kVectors][kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int j = base - i;
         float w[kEach], g[kEach];
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) w[e] = vector_[1][e], g[e] = log_decay[e];
-        if (j < held_) {
-          load_run(step_.ring.w.type, ring_w_, j * N + first, w);
-          load_run(Scalar::fp32, logs, j * N + first, g);
+        for (int e = 0; e < kEach; ++e) g[e] = j == held_ ? log_decay[e] : 0.0f;
+        if (j >= 0) record_w(j, w);
+        if (j >= 0 && j < held_) {
+          load_run(Scalar::fp32, this->template in_brief<float>(geometry_.ring_log), j * N + lane_ * kEach, g);
         }
-        float dot[kVectors] = {};
+#pragma unroll
+        for (int m = 0; m < kVectors; ++m) dot[m][i] = 0;
+        if (j < 0) continue;
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
           const float decayed = expf(sum[e]) * w[e];
           sum[e] += g[e];
 #pragma unroll
-          for (int m = 0; m < kVectors; ++m) dot[m] = fmaf(decayed, vector_[m][e], dot[m]);
+          for (int m = 0; m < kVectors; ++m) dot[m][i] = fmaf(decayed, vector_[m][e], dot[m][i]);
         }
-#pragma unroll
-        for (int m = 0; m < kVectors; ++m) {
-          dot[m] = lane_sum<32>(dot[m]);
-          if (lane_ == 0) out[4 + (1 + m) * slots() + j] = dot[m];
-        }
-        if (lane_ == 0) out[4 + j] = 1.0f;
       }
-      float* vectors = at_.vectors(head, static_cast<int>(step_.shape.heads));
+      const int j = base - lane_ / (32 / kAtOnce);
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        const float total = expf(sum[e]);
-#pragma unroll
-        for (int m = 0; m < kVectors; ++m) vectors[m * N + first + e] = total * vector_[m][e];
-        vectors[kVectors * N + first + e] = vector_[0][e];
-        vectors[(kVectors + 1) * N + first + e] = total;
-        vectors[(kVectors + 2) * N + first + e] = vector_[1][e];
+      for (int m = 0; m < kVectors; ++m) {
+        const float total = lane_sums<32>(dot[m], lane_);
+        if (lane_ % (32 / kAtOnce) == 0 && j >= 0) out[4 + (1 + m) * geometry_.slots + j] = total;
       }
-      if (lane_ == 0) {
-        out[0] = 1.0f;
-        out[1] = gain;
-        out[2] = 0;
-      }
-      return;
+      if (lane_ % (32 / kAtOnce) == 0 && j >= 0) out[4 + j] = 1.0f;
     }
-    if (!flush_) {
+    float total[kEach];
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        reinterpret_cast<float*>(at_.records(step_.ring.log_decay, head, N))[held_ * N + first + e] = log_decay[e];
+    for (int e = 0; e < kEach; ++e) total[e] = expf(sum[e]);
+#pragma unroll
+    for (int m = 0; m < kVectors; ++m) {
+      float decayed[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) decayed[e] = total[e] * vector_[m][e];
+      if (kParts<T::Read> == 0 || flush_) {
+        put(m, decayed);
+      } else {
+        put_parts(m, decayed);
       }
-      if (Split && lane_ == 0) reinterpret_cast<float*>(at_.records(step_.ring.gain, head, 1))[held_] = gain;
-    } else if constexpr (Split) {
-      column_products(head, log_decay, gain);
     }
-  }
-
-  __device__ void column_products(int head, const float (&current)[kEach], float gain) {
-    const auto L = static_cast<int>(step_.length);
-    const int first = lane_ * kEach;
-    const auto* logs = reinterpret_cast<const float*>(at_.records(step_.ring.log_decay, head, N));
-    float* out = at_.products(head);
-    for (int i = 0; i <= held_; ++i) {
-      float sum[kEach], key[kEach];
+    put(kVectors, vector_[0]);
+    put(kVectors + 1, total);
+    put(kVectors + 2, vector_[1]);
+    put(kVectors + 3, log_decay);
+    if (lane_ == 0) out[0] = 1.0f, out[1] = gain, out[2] = 0, out[3] = 0;
+    if (!flush_ && this->p0_ == 0) {
+      float* to = gate_ring(step_.ring.log_decay, head_, N);
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) sum[e] = current[e], key[e] = vector_[1][e];
-      if (i < held_) {
-        load_run(Scalar::fp32, logs, i * N + first, sum);
-        load_run(step_.ring.w.type, ring_w_, i * N + first, key);
-      }
-      for (int j = i - 1; j >= 0; --j) {
-        float w[kEach], g[kEach], dot = 0;
-        load_run(step_.ring.w.type, ring_w_, j * N + first, w);
-        load_run(Scalar::fp32, logs, j * N + first, g);
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          dot = fmaf(w[e] * expf(sum[e]), key[e], dot);
-          sum[e] += g[e];
-        }
-        dot = lane_sum<32>(dot);
-        if (lane_ == 0) out[i * L + j] = dot;
-      }
-      if (lane_ == 0) {
-        out[L * L + i] = 1.0f;  // decode_kernel() reads the anchor with keys that are decayed already
-        out[L * L + L + i] =
-            i < held_ ? reinterpret_cast<const float*>(at_.records(step_.ring.gain, head, 1))[i] : gain;
-      }
+      for (int e = 0; e < kEach; ++e) to[lane_ * kEach + e] = log_decay[e];
+      if (kSplit && lane_ == 0) *gate_ring(step_.ring.gain, head_, 1) = gain;
     }
   }
 
-  const StepType& step_;
-  Places<StepType> at_;
-  std::byte* const shared_;
-  const int warp_, lane_, warps_;
-  std::byte* ring_w_;
-  int unit_, group_, held_;
-  bool flush_;
+  float norm_[2];           // what normalisation multiplies q and k with
   float vector_[3][kEach];  // c, w, w as the ring will hold it
 };
-
-/// Shared memory of a block of prepare_kernel().
-template <Recurrence recurrence, int N, bool Split>
-std::size_t prepare_shared_bytes(const Step& step, int slots) {
-  constexpr bool delta = is_delta_rule(recurrence);
-  const auto in_group = static_cast<int>(step.shape.heads / step.shape.groups);
-  auto floats = static_cast<std::size_t>(output_vectors(delta, Split) * slots + (3 * in_group + 3) / 4 * 4);
-  if (delta && Split && !has_column_decay(recurrence)) {
-    floats +=
-        static_cast<std::size_t>(in_group * slots) + static_cast<std::size_t>(step.length * (N + 4 + step.length));
-  }
-  floats = std::max(floats, std::size_t{8});  // order_rows()
-  return floats * sizeof(float);
-}
-
-template <Recurrence recurrence, int N, bool Split>
-__global__ void __launch_bounds__(128, 8)
-    prepare_kernel(const __grid_constant__ Arguments<typename Prepare<recurrence, N, Split>::StepType> arguments) {
-  extern __shared__ __align__(128) std::byte shared_memory[];
-  Prepare<recurrence, N, Split>(arguments, shared_memory).run();
-}
 
 }  // namespace replayssm::cuda

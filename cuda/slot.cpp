@@ -86,11 +86,9 @@ Slot::Slot(std::shared_ptr<StepDevice> device, const RecurrenceShape& shape, con
   step.length = serving_.length;
   step.rows = step.slots = 1;
   step.y_type = activations;
-  const std::size_t needed = std::visit([&](const auto& s) { return device_->workspace_bytes(s); }, step_);
-  if (needed > 0) {
-    workspace_ = Memory(device_, needed);
-    step.workspace = workspace_.at();
-  }
+  workspace_ = Memory(device_, kWorkspaceBytes);
+  device_->write(workspace_.at(), std::vector<std::byte>(kWorkspaceBytes).data(), kWorkspaceBytes);
+  step.workspace = workspace_.at();
 }
 
 std::vector<double> Slot::advance(const SlotInputs& in) {

@@ -1,22 +1,29 @@
 #pragma once
 
-// The states of a step, tile by tile: one warp of a block fetches, the others work (decode.cuh, rebuild.cuh).
+// The states of a step, tile by tile: one warp of a block takes tiles and prepares what the heads of a tile share
+// (prepare.cuh), one fetches their states, the others work (decode.cuh, rebuild.cuh).
 
-#include "cuda/places.cuh"
+#include "cuda/order.cuh"
 
 namespace replayssm::cuda {
 
-/// Warps that work, and with the one that fetches.
-inline constexpr int kWarps = 8, kWorkers = 32 * kWarps, kThreads = kWorkers + 32;
+/// Warps that work, and with those that fetch and prepare.
+inline constexpr int kWarps = 8, kWorkers = 32 * kWarps, kThreads = kWorkers + 64;
 /// Pieces of an anchor that a warp may have on their way.
 inline constexpr int kOwnPieces = 2;
+static_assert(kPieceBarriers == kOwnPieces * kWarps);
 /// Blocks on a multiprocessor.
 inline constexpr int kResident = 2;
 
-/// What a stage holds: a tile of a row. held < 0: nothing more comes.
-struct Assignment {
-  int row, tile, slot, held;
+/// A run of tiles of a row, or one of them. held < 0: nothing more comes.
+struct alignas(16) Assignment {
+  int row, slot, held;
+  int first;         ///< of the sequence's rows of states
+  int head, p;       ///< where that lies
+  int tiles;         ///< in the run, from this one on
+  int heads_before;  ///< in the run, before this tile
 };
+static_assert(sizeof(Assignment) == kAssignmentBytes);
 
 /// `recurrence` of state_dim N; outputs read states stored as Read, flushes rebuild those stored as Anchor. Split: the
 /// two are different pools, and the delta rule recomputes every u of a flush (closed loop).
@@ -38,110 +45,152 @@ class Tile {
   __device__ Tile(const Arguments<StepType>& arguments, std::byte* memory)
       : step_(arguments.step),
         geometry_(arguments.geometry),
-        at_{arguments.step, arguments.workspace, 0, 0},
+        at_{arguments.step, 0, 0},
         memory_(memory),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  __device__ void assign(int stage, const Assignment& assignment) {
-    shared_ = memory_ + stage * geometry_.stage_bytes;
-    at_.row = assignment.row;
-    at_.slot = assignment.slot;
-    held_ = assignment.held;
+  /// Turns to a tile, or the first one of a run.
+  __device__ void assign(const Assignment& a) {
+    at_.row = a.row;
+    at_.slot = a.slot;
+    held_ = a.held;
+    first_ = a.first;
+    head_ = a.head;
+    p0_ = a.p;
+    tiles_ = a.tiles;
+    heads_before_ = a.heads_before;
     flush_ = held_ == step_.length - 1;
-    first_ = assignment.tile * geometry_.tile;
-    const auto P = static_cast<int>(step_.shape.head_dim);
-    head_ = first_ / P;
-    p0_ = first_ % P;
   }
+  /// Finds out anew which thread this is. What the compiler would work out from that once and keep, there are no
+  /// registers for, and local memory is far away behind a cache that shared memory leaves little of.
+  __device__ void forget() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    warp_ = thread / 32, lane_ = thread % 32;
+  }
+  /// The same for what would be kept from one part of a tile to the next.
+  __device__ void launder() { asm volatile("" : "+r"(warp_), "+r"(lane_)); }
+  /// Where a working warp is, in shared memory for the same reason.
+  struct Progress {
+    std::uint32_t stage, brief;  ///< twice the number, and the phase of its barriers
+    std::uint32_t piece_phases;  ///< see Rebuild
+    std::uint16_t turn, flushes;
+  };
+  __device__ Progress& progress() const { return in_block<Progress>(geometry_.progress)[warp_]; }
+  __device__ int thread() const { return 32 * warp_ + lane_; }
+  /// Which of the tile's batches is this warp's.
+  __device__ int turn() const { return static_cast<int>(progress().turn % kWarps); }
+  /// Goes round a ring of `count` buffers.
+  __device__ static std::uint32_t after(std::uint32_t at, int count) {
+    return at / 2 + 1 == static_cast<std::uint32_t>(count) ? (at & 1) ^ 1 : at + 2;
+  }
+  __device__ void in_stage(int stage) { shared_ = memory_ + stage * geometry_.stage_bytes; }
+  __device__ void in_brief(int brief) { brief_ = memory_ + geometry_.brief + brief * geometry_.brief_bytes; }
   __device__ bool flushes() const { return flush_; }
 
   // ---- barriers -----------------------------------------------------------------------------------------------------
 
-  /// Full: its copies are there. Empty: its workers are done with it.
-  __device__ std::uint64_t* full(int stage) const { return barriers() + stage; }
-  __device__ std::uint64_t* empty(int stage) const { return barriers() + geometry_.stages + stage; }
+  /// Of a brief. Told: its assignment is there. Raw: what is to be prepared is there. Ready: that is done. Free: the
+  /// workers are done with it.
+  __device__ std::uint64_t* told(int brief) const { return barriers() + brief; }
+  __device__ std::uint64_t* raw(int brief) const { return barriers() + kMostBriefs + brief; }
+  __device__ std::uint64_t* ready(int brief) const { return barriers() + 2 * kMostBriefs + brief; }
+  __device__ std::uint64_t* free(int brief) const { return barriers() + 3 * kMostBriefs + brief; }
+  /// Of a stage. Full: all copies are there. Empty: the workers are done with it.
+  __device__ std::uint64_t* full(int stage) const { return barriers() + 4 * kMostBriefs + stage; }
+  __device__ std::uint64_t* empty(int stage) const { return barriers() + 4 * kMostBriefs + kMostStages + stage; }
   /// Of further pieces of an anchor: the block's, or a warp's own.
-  __device__ std::uint64_t* pieces() const { return barriers() + 2 * geometry_.stages; }
+  __device__ std::uint64_t* pieces() const { return barriers() + 4 * kMostBriefs + 2 * kMostStages; }
   __device__ std::uint64_t* own_pieces(int slot) const { return pieces() + 1 + warp_ + kWarps * slot; }
-  __device__ Assignment& assignment(int stage) const {
-    return reinterpret_cast<Assignment*>(memory_ + geometry_.assignments)[stage];
-  }
   __device__ void make_barriers() const {
-    for (int i = 0; i < geometry_.stages; ++i) {
+    for (int i = 0; i < kMostBriefs; ++i) {
+      barrier_init(told(i), 1);
+      barrier_init(raw(i), 32);
+      barrier_init(ready(i), 32);
+      barrier_init(free(i), kWarps);
+    }
+    for (int i = 0; i < kMostStages; ++i) {
       barrier_init(full(i), 1);
       barrier_init(empty(i), kWarps);
     }
-    for (int i = 0; i < 1 + kOwnPieces * kWarps; ++i) barrier_init(pieces() + i, 1);
+    for (int i = 0; i < 1 + kPieceBarriers; ++i) barrier_init(pieces() + i, 1);
     barriers_ready();
   }
 
-  // ---- fetching, by one warp ----------------------------------------------------------------------------------------
+  /// What lies in a brief and in a stage.
+  __device__ Assignment& of_brief(int brief) const { return in_block<Assignment>(geometry_.assignments)[brief]; }
+  __device__ Assignment& of_stage(int stage) const {
+    return in_block<Assignment>(geometry_.assignments)[kMostBriefs + stage];
+  }
 
-  /// Takes tiles until there are no more. Which block gets which is left to chance: flushes take longer.
+  // ---- the order of rows --------------------------------------------------------------------------------------------
+
+  /// By all threads, before anything else that reads what other kernels wrote.
+  __device__ Rows order() const {
+    if (geometry_.order_rows == 0) return {static_cast<int>(step_.rows), 0, 0};
+    return order_rows(step_, in_block<OrderedRow>(geometry_.order), in_block<int>(geometry_.counts));
+  }
+
+  // ---- fetching states, by one warp ---------------------------------------------------------------------------------
+
   __device__ void fetch_all() {
-    const Geometry& g = geometry_;
-    const auto all = static_cast<int>(step_.rows * g.tiles), blocks = static_cast<int>(gridDim.x);
-    // With a tile a block at most, order does not matter and the states need not wait for it.
-    const bool one_round = all <= blocks;
-    int stage = 0;
-    std::uint32_t phase = 1;  // of a barrier that nobody has arrived at, the phase before counts as complete
-    const auto assign_tile = [&](int tile) {
-      Assignment a{0, tile % g.tiles, -1, -1};
-      if (tile < all) {
-        a.row = one_round ? tile / g.tiles : at_.order()[tile / g.tiles];
-        a.slot = step_.slot[a.row];
-        a.held = held_of(step_, a.row, a.slot);
-      }
-      return a;
-    };
-    if (!one_round) wait_for_predecessor();
-    // Two tiles are always on their way here: where the next lies is being read while the number of the one behind it
-    // is drawn.
-    int tile = static_cast<int>(blockIdx.x), next = tile + blocks;
-    Assignment current = assign_tile(tile);
-    while (tile < all) {
-      int drawing = 0;
-      if (lane_ == 0 && !one_round) drawing = atomicAdd(at_.counter(), 1);
-      const Assignment behind = assign_tile(next);
-      if (current.held >= 0) {
+    std::uint32_t phase = 1, brief_phase = 0;  // of a new barrier, the phase before counts as complete
+    for (int stage = 0, brief = 0;;) {
+      barrier_wait(told(brief), brief_phase);
+      Assignment tile = of_brief(brief);
+      do {
         barrier_wait(empty(stage), phase);
-        assign(stage, current);
-        if (lane_ == 0) assignment(stage) = current;
-        fetch(stage, one_round);
-        if (++stage == g.stages) stage = 0, phase ^= 1;
-      }
-      tile = next;
-      current = behind;
-      next = 2 * blocks + __shfl_sync(~0u, drawing, 0);
-    }
-    wait_for_predecessor();  // also where every row was padding: this kernel must not end before the other
-    barrier_wait(empty(stage), phase);
-    if (lane_ == 0) {
-      assignment(stage).held = -1;
-      arrive(full(stage));
+        if (lane_ == 0) of_stage(stage) = tile;
+        if (tile.held < 0) {
+          if (lane_ == 0) arrive(full(stage));
+          return;
+        }
+        assign(tile);
+        in_stage(stage);
+        fetch_states(full(stage));
+        if (++stage == geometry_.stages) stage = 0, phase ^= 1;
+        tile.first += geometry_.tile;
+        tile.p += geometry_.tile;
+        if (tile.p >= step_.shape.head_dim) {
+          tile.p = 0;
+          tile.head += geometry_.heads;
+          tile.heads_before += geometry_.heads;
+        }
+      } while (--tile.tiles > 0);
+      if (++brief == geometry_.briefs) brief = 0, brief_phase ^= 1;
     }
   }
 
  protected:
+  /// Of the stage, the brief, and the block.
   template <class T>
   __device__ T* in_shared(int offset) const {
     return reinterpret_cast<T*>(shared_ + offset);
   }
-  /// Of the block, for flushes.
+  template <class T>
+  __device__ T* in_brief(int offset) const {
+    return reinterpret_cast<T*>(brief_ + offset);
+  }
   template <class T>
   __device__ T* in_block(int offset) const {
     return reinterpret_cast<T*>(memory_ + offset);
   }
+  /// What a flush arranges for itself, of two places that it uses by turns.
+  template <class T>
+  __device__ T* in_flush(int offset) const {
+    return in_block<T>(offset + (progress().flushes % 2 == 0 ? 0 : geometry_.flush_bytes));
+  }
+  __device__ Tickets* tickets() const { return static_cast<Tickets*>(step_.workspace); }
   __device__ std::uint64_t* barriers() const { return reinterpret_cast<std::uint64_t*>(memory_ + geometry_.barriers); }
 
   /// Codes and scales of the tile.
   __device__ std::byte* codes(const StatePool& pool, Storage storage) const {
     return static_cast<std::byte*>(pool.codes) +
-           (at_.slot * pool.slot_stride + static_cast<std::int64_t>(first_) * N) * bytes(storage);
+           (std::int64_t{at_.slot} * pool.slot_stride + static_cast<std::int64_t>(first_) * N) * bytes(storage);
   }
   __device__ float* scales(const StatePool& pool) const {
-    return pool.scales + at_.slot * pool.scale_slot_stride + first_;
+    return pool.scales + std::int64_t{at_.slot} * pool.scale_slot_stride + first_;
   }
   /// The staged field of the ring: x, u, or v where every u is computed again.
   __device__ const RingField& staged() const {
@@ -163,10 +212,15 @@ class Tile {
     }
   }
   /// x or v of row r of the tile.
-  __device__ float value(int r) const { return load(values().type, in_shared<std::byte>(geometry_.x), r); }
-  /// The gates of head h of the tile, as the workspace lists them.
-  __device__ const float* gates(int h) const { return in_shared<float>(geometry_.gates) + h * at_.layout.gate_stride; }
-  __device__ const float* vector(int m) const { return in_shared<float>(geometry_.vectors) + m * N; }
+  __device__ float value(int r) const { return load_either(values().type, in_shared<std::byte>(geometry_.x), r); }
+  /// The number in the run of the tile's head h.
+  __device__ int of_run(int h) const { return heads_before_ + h; }
+  /// The gates of head h of the tile, as Geometry lists them.
+  __device__ float* gates(int h) const { return in_brief<float>(geometry_.gates) + of_run(h) * geometry_.gate_stride; }
+  __device__ float* vector(int m) const { return in_brief<float>(geometry_.vectors) + m * N; }
+  /// Part number i of the vectors, in 16 bits, and what the parts of a vector have been divided by.
+  __device__ std::byte* parts(int i) const { return in_brief<std::byte>(geometry_.parts) + i * (N * 2 + 16); }
+  __device__ float* part_factors() const { return in_brief<float>(geometry_.part_factors); }
   __device__ int head_of(int r) const { return geometry_.heads == 1 ? 0 : r / geometry_.head_rows; }
   /// y + D x. Without D nothing is added: 0 times infinity would be NaN.
   __device__ float with_skip(const float* gate, float x, float y) const {
@@ -176,7 +230,7 @@ class Tile {
     return y;
   }
   __device__ void write_y(int r, float y) const {
-    store(step_.y_type, step_.y, at_.row * step_.y_stride + first_ + r, y);
+    store(step_.y_type, step_.y, std::int64_t{at_.row} * step_.y_stride + first_ + r, y);
   }
   /// Of the piece of the checkpoint or anchor from row `done` of the tile.
   __device__ int piece_bytes(int done) const { return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor); }
@@ -185,44 +239,54 @@ class Tile {
     return codes(step_.state, Anchor) + static_cast<std::int64_t>(done) * N * bytes(Anchor);
   }
 
+  /// The fields of the token's w and c.
+  __device__ const Activations& w_input() const {
+    if constexpr (kDelta) {
+      return step_.k;
+    } else {
+      return step_.B;
+    }
+  }
+  __device__ const Activations& c_input() const {
+    if constexpr (kDelta) {
+      return step_.q;
+    } else {
+      return step_.C;
+    }
+  }
+
   const StepType& step_;
   const Geometry& geometry_;
   Places<StepType> at_;
   std::byte* const memory_;
-  std::byte* shared_ = nullptr;  // of the stage
-  const int warp_, lane_;
-  int first_ = 0, head_ = 0, p0_ = 0, held_ = 0;
+  std::byte *shared_ = nullptr, *brief_ = nullptr;  // the stage and the brief
+  int warp_, lane_;
+  int first_ = 0, head_ = 0, p0_ = 0, held_ = 0, tiles_ = 0, heads_before_ = 0;
   bool flush_ = false;
 
+  /// Row `at_.row` of activations from element `first` on, `count` of them.
+  __device__ void copy_row(std::byte* to, const Activations& from, int first, int count, std::uint64_t* barrier) const {
+    bulk_copy(
+        to, static_cast<const std::byte*>(from.data) + (std::int64_t{at_.row} * from.stride + first) * bytes(from.type),
+        static_cast<std::uint32_t>(count * bytes(from.type)), barrier);
+  }
+
  private:
-  /// Starts all copies of a tile: states with their scales, live records [heads, held, head_rows], x, and what
-  /// prepare_kernel() left, for which it may have to wait.
-  __device__ void fetch(int stage, bool wait) const {
+  /// States with their scales, live records [heads, held, head_rows] and x.
+  __device__ void fetch_states(std::uint64_t* barrier) const {
     const Geometry& g = geometry_;
-    std::uint64_t* barrier = full(stage);
     const auto P = static_cast<int>(step_.shape.head_dim);
     const RingField& field = staged();
     const int state_bytes = flush_ ? piece_bytes(0) : g.tile * N * bytes(Read);
     const bool with_scale = flush_ ? scaled(Anchor) : scaled(Read);
-    const int x_bytes = g.tile * bytes(values().type), gate_bytes = g.heads * at_.layout.gate_stride * 4;
-    const int w_bytes = flush_ ? held_ * N * bytes(step_.ring.w.type) : 0;  // outputs have its products
-    const int vector_bytes = at_.layout.vectors * N * 4, record_bytes = g.head_rows * bytes(field.type);
+    const int x_bytes = g.tile * bytes(values().type), record_bytes = g.head_rows * bytes(field.type);
     if (lane_ == 0) {
-      arrive_and_expect(barrier,
-                        static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes + gate_bytes +
-                                                   vector_bytes + w_bytes + g.heads * held_ * record_bytes));
+      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
+                                                            g.heads * held_ * record_bytes));
       const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
       bulk_copy(shared_, flush_ ? anchor_rows(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
       if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
-      bulk_copy(
-          shared_ + g.x,
-          static_cast<const std::byte*>(values().data) + (at_.row * values().stride + first_) * bytes(values().type),
-          static_cast<std::uint32_t>(x_bytes), barrier);
-      if (w_bytes > 0) {
-        const auto of = static_cast<int>(step_.shape.heads / step_.shape.groups);
-        bulk_copy(shared_ + g.ring_w, at_.records(step_.ring.w, head_ / of, N), static_cast<std::uint32_t>(w_bytes),
-                  barrier);
-      }
+      copy_row(shared_ + g.x, values(), first_, g.tile, barrier);
     }
     __syncwarp();
     const bool whole_heads = g.head_rows == P;
@@ -235,14 +299,6 @@ class Tile {
                   at_.records(field, head_ + h, P) + static_cast<std::int64_t>(j * P + p0_) * bytes(field.type),
                   static_cast<std::uint32_t>(run_bytes), barrier);
       }
-    }
-    if (wait) wait_for_predecessor();
-    if (lane_ == 0) {
-      bulk_copy(shared_ + g.gates, at_.gates(head_), static_cast<std::uint32_t>(gate_bytes), barrier);
-      const int groups = static_cast<int>(kColumns ? step_.shape.heads : step_.shape.groups);
-      const int of = static_cast<int>(step_.shape.heads) / groups;
-      bulk_copy(shared_ + g.vectors, at_.vectors(head_ / of, groups), static_cast<std::uint32_t>(vector_bytes),
-                barrier);
     }
     __syncwarp();
   }

@@ -32,8 +32,6 @@ class MachineDevice : public StepDevice {
   void release(void* there) noexcept override { machine_.release(there); }
   void write(void* there, const void* here, std::size_t bytes) override { machine_.write(there, here, bytes); }
   void read(void* here, const void* there, std::size_t bytes) override { machine_.read(here, there, bytes); }
-  std::size_t workspace_bytes(const Mamba2Step& step) override { return machine_.workspace_bytes(step); }
-  std::size_t workspace_bytes(const DeltaStep& step) override { return machine_.workspace_bytes(step); }
   void decode(const Mamba2Step& step) override { run(step); }
   void decode(const DeltaStep& step) override { run(step); }
 

@@ -32,8 +32,6 @@ class Gpu : public Machine {
   }
   bool serves(const Mamba2Step& step) override { return kernel_ == Kernel::generic || fast(step); }
   bool serves(const DeltaStep& step) override { return kernel_ == Kernel::generic || fast(step); }
-  std::size_t workspace_bytes(const Mamba2Step& step) override { return cuda::workspace_bytes(step); }
-  std::size_t workspace_bytes(const DeltaStep& step) override { return cuda::workspace_bytes(step); }
   void decode(const Mamba2Step& step) override { run(step); }
   void decode(const DeltaStep& step) override { run(step); }
   void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held, std::int64_t length) override {

@@ -2,7 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <optional>
 
 #include "core/error.h"
 #include "cuda/kernels.h"
@@ -97,6 +100,58 @@ TEST_P(OnGpu, AutomaticTakesTheFastKernelWhereItServes) {
       }
     }
   }
+}
+
+// So many rows that a block takes many tiles, one by one or in runs: those of a few rows come out as if the others were
+// not there. Up to 2048 rows are put in order, more are not.
+TEST_P(OnGpu, ManyRowsTakeTurns) {
+  int served = 0;
+  for (const Recurrence recurrence : kRecurrences) {
+    for (const auto& [rows, heads, N] : {std::array{900, 2, 64}, {2100, 2, 64}, {1800, 8, 128}}) {
+      if (GetParam() == "generic" && rows > 900) continue;
+      const Case setup{.shape = {recurrence, heads, 1, 16, N},
+                       .length = 5,
+                       .read = N == 64 ? std::optional(Storage::int8_row) : std::nullopt,
+                       .ring = Scalar::bf16,
+                       .closed = N == 64,
+                       .input = Scalar::bf16,
+                       .rows = rows,
+                       .staggered = true};
+      SCOPED_TRACE(setup.text());
+      Layer all(on(), setup), few(on(), setup);
+      if (!all.served()) continue;
+      ++served;
+      const std::vector<std::int64_t> kept = {0, 3, rows / 2, rows - 1};
+      for (const std::int64_t r : kept) {
+        const std::int32_t at = all.slot.here[static_cast<std::size_t>(r)];
+        ASSERT_GE(at, 0);
+        const auto state = random_states(setup, 1, all.random);
+        all.set_state(at, state);
+        few.set_state(at, state);
+      }
+      for (std::int64_t r = 0; r < rows; ++r) {
+        if (std::find(kept.begin(), kept.end(), r) == kept.end()) few.slot.here[static_cast<std::size_t>(r)] = -1;
+      }
+      few.slot.write();
+      for (int t = 0; t < 6; ++t) {
+        const TokenInputs in = random_inputs(setup, all.random);
+        const auto y = all.step(in), expected = few.step(in);
+        const auto width = static_cast<std::ptrdiff_t>(setup.shape.heads * setup.shape.head_dim);
+        for (const std::int64_t r : kept) {
+          EXPECT_EQ(std::memcmp(&y[static_cast<std::size_t>(r * width)], &expected[static_cast<std::size_t>(r * width)],
+                                static_cast<std::size_t>(width) * sizeof(float)),
+                    0)
+              << "row " << r << " at token " << t;
+        }
+        EXPECT_EQ(all.workspace.read(), std::vector<std::uint8_t>(kWorkspaceBytes, 0));
+      }
+      for (const std::int64_t r : kept) {
+        const std::int32_t at = all.slot.here[static_cast<std::size_t>(r)];
+        EXPECT_EQ(all.state(at), few.state(at)) << "row " << r;
+      }
+    }
+  }
+  EXPECT_GT(served, 0);
 }
 
 /// Device memory that is given back.

@@ -24,8 +24,6 @@ class Host : public Machine {
   void read(void* here, const void* there, std::size_t bytes) override { std::memcpy(here, there, bytes); }
   bool serves(const Mamba2Step&) override { return true; }
   bool serves(const DeltaStep&) override { return true; }
-  std::size_t workspace_bytes(const Mamba2Step&) override { return 0; }
-  std::size_t workspace_bytes(const DeltaStep&) override { return 0; }
   void decode(const Mamba2Step& step) override {
     check(step);
     generic::step_on_host<false, false>(generic::problem(step));

@@ -116,6 +116,7 @@ Layer::Layer(Machine& machine, const Case& the_setup, const Parameters& the_para
       gain(machine),
       log_decay(machine),
       y(machine),
+      workspace(machine),
       machine_(machine),
       A_log_(machine),
       dt_bias_(machine),
@@ -124,13 +125,16 @@ Layer::Layer(Machine& machine, const Case& the_setup, const Parameters& the_para
       in_w_(machine),
       in_c_(machine),
       in_gate_(machine),
-      in_beta_(machine),
-      workspace_(machine) {
+      in_beta_(machine) {
   make_memory();
   connect();
   const std::vector<float> zero(size(setup.shape.heads * setup.shape.head_dim * setup.shape.state_dim), 0.0F);
-  for (std::int64_t s = 0; s < slots; ++s) set_state(s, zero);
+  for (std::int64_t s = 0; s < slots; ++s) put_state(s, zero);
+  write_states();
   for (std::int64_t r = 0; r < setup.rows; ++r) fill_records(r);
+  for (Stored* field : {&w, &v, &u, &gain, &log_decay}) {
+    if (!field->bytes.here.empty()) field->bytes.write();
+  }
 }
 
 void Layer::make_pool(Stored& to, Storage storage) {
@@ -203,8 +207,7 @@ void Layer::connect() {
   mamba2.dt_max = setup.dt_max;
   delta.closed_loop = setup.closed;
   delta.beta_scale = setup.beta_scale;
-  const std::size_t bytes = is_delta(setup) ? machine_.workspace_bytes(delta) : machine_.workspace_bytes(mamba2);
-  step.workspace = workspace_.write(std::vector<std::uint8_t>(bytes + 16, 0xFF));
+  step.workspace = workspace.write(std::vector<std::uint8_t>(kWorkspaceBytes, 0));
 }
 
 /// Records that a row which does not begin with an empty ring already has.
@@ -220,7 +223,6 @@ void Layer::fill_records(std::int64_t row) {
         const std::int64_t at = slot.here[size(row)] * field.stride + (i * capacity + j) * width;
         std::copy(code.begin(), code.end(), field.bytes.here.begin() + at * bytes_of(type));
       }
-      field.bytes.write();
     };
     const auto between = [this](double low, double high) {
       return [this, low, high](std::int64_t n) { return uniform(n, low, high, random); };
@@ -246,6 +248,11 @@ bool Layer::served() {
 }
 
 void Layer::set_state(std::int64_t at, const std::vector<float>& state) {
+  put_state(at, state);
+  write_states();
+}
+
+void Layer::put_state(std::int64_t at, const std::vector<float>& state) {
   const auto& s = setup.shape;
   const std::int64_t rows = s.heads * s.head_dim, N = s.state_dim;
   const auto put = [&](Stored& to, Storage storage, const std::vector<float>& values) {
@@ -253,11 +260,16 @@ void Layer::set_state(std::int64_t at, const std::vector<float>& state) {
     auto* codes = reinterpret_cast<std::byte*>(to.bytes.here.data()) + format.code_bytes(at * to.stride);
     float* scales = format.scale == Scale::row ? to.scales.here.data() + at * to.scale_stride : nullptr;
     replayssm::encode_rows(format, values.data(), rows, N, codes, scales);
-    to.bytes.write();
-    if (scales) to.scales.write();
   };
   put(pool, setup.state, state);
   if (setup.read) put(copy, *setup.read, this->state(at));
+}
+
+void Layer::write_states() {
+  for (Stored* to : {&pool, &copy}) {
+    if (!to->bytes.here.empty()) to->bytes.write();
+    if (!to->scales.here.empty()) to->scales.write();
+  }
 }
 
 std::vector<float> Layer::decoded(const Stored& from, Storage storage, std::int64_t at) const {
@@ -312,7 +324,6 @@ void Layer::set_inputs(const TokenInputs& in) {
 
 std::vector<float> Layer::step(const TokenInputs& in) {
   set_inputs(in);
-  workspace_.write();  // what the last step left there means nothing
   if (is_delta(setup)) {
     machine_.decode(delta);
   } else {

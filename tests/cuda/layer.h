@@ -96,12 +96,14 @@ class Layer {
   DeltaStep delta;
   Array<std::int32_t> slot, held;
   Stored pool, copy, v, u, w, gain, log_decay;
-  Array<std::uint8_t> y;
+  Array<std::uint8_t> y, workspace;
 
  private:
   void make_memory();
   void connect();
   void fill_records(std::int64_t row);
+  void put_state(std::int64_t at, const std::vector<float>& state);
+  void write_states();
   Step& common() { return is_delta(setup) ? static_cast<Step&>(delta) : mamba2; }
   std::vector<float> decoded(const Stored& from, Storage storage, std::int64_t at) const;
   void make_pool(Stored& to, Storage storage);
@@ -110,7 +112,7 @@ class Layer {
 
   Machine& machine_;
   Array<float> A_log_, dt_bias_, D_;
-  Array<std::uint8_t> in_v_, in_w_, in_c_, in_gate_, in_beta_, workspace_;
+  Array<std::uint8_t> in_v_, in_w_, in_c_, in_gate_, in_beta_;
   std::int64_t y_stride_ = 0;
 };
 

@@ -23,8 +23,6 @@ class Machine {
   /// Whether its kernel is made for this step; tests leave out what is not.
   virtual bool serves(const Mamba2Step& step) = 0;
   virtual bool serves(const DeltaStep& step) = 0;
-  virtual std::size_t workspace_bytes(const Mamba2Step& step) = 0;
-  virtual std::size_t workspace_bytes(const DeltaStep& step) = 0;
   virtual void decode(const Mamba2Step& step) = 0;
   virtual void decode(const DeltaStep& step) = 0;
   virtual void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held,
