@@ -47,4 +47,17 @@ RawHead raw_head(Backend& backend, const RecurrenceCall& call, std::int64_t head
   return std::visit([&](const auto& c) { return take(backend, c, head); }, call);
 }
 
+RecurrenceCall part_of(RecurrenceCall call, std::int64_t first, std::int64_t count) {
+  const auto cut = [&](const std::initializer_list<Tensor*>& fields) {
+    for (Tensor* field : fields) *field = field->range(first, count);
+  };
+  if (auto* mamba2 = std::get_if<Mamba2Call>(&call)) {
+    cut({&mamba2->x, &mamba2->B, &mamba2->C, &mamba2->dt});
+  } else {
+    auto& delta = std::get<DeltaCall>(call);
+    cut({&delta.q, &delta.k, &delta.v, &delta.gate, &delta.beta});
+  }
+  return call;
+}
+
 }  // namespace replayssm

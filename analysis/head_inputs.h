@@ -23,6 +23,9 @@ struct RawHead {
 
 RawHead raw_head(Backend& backend, const RecurrenceCall& call, std::int64_t head);
 
+/// The tokens first .. first + count of a call.
+RecurrenceCall part_of(RecurrenceCall call, std::int64_t first, std::int64_t count);
+
 /// The inputs of one head in Real, with the raw values that they point to. Moves; a copy would point to the original.
 template <class Real>
 struct PreparedHead {

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Builds what a GPU is needed for, then runs it: tests of the kernels, the same under compute-sanitizer on small shapes,
-# the errors of the trained models' layers, and the benchmark. Writes logs and summary.json into $OUT (build-gpu/out).
-# Ends with 1 if anything failed.
+# the errors and the correct digits of the trained models' layers, and the benchmark. Writes logs and summary.json into
+# $OUT (build-gpu/out). Ends with 1 if anything failed.
 #
 #   tests/gpu.sh [CMAKE ARGUMENT]...
 #
 # BUILD: build folder (build-gpu). JOBS: parallel jobs (all cores). LIMIT: seconds for everything (510). SKIP: stages to
-# leave out, in one word list of: tests sanitize layers bench.
+# leave out, in one word list of: tests sanitize layers oracle bench.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 build=${BUILD:-build-gpu} jobs=${JOBS:-$(nproc)} limit=${LIMIT:-510} skip=" ${SKIP:-} "
@@ -51,7 +51,7 @@ summarise() {
 }
 trap summarise EXIT
 
-rm -f "$out"/{build,cuda_tests,sanitizer,layers,bench}.log
+rm -f "$out"/{build,cuda_tests,sanitizer,layers,oracle,bench}.log
 generator=()
 [[ -f $build/CMakeCache.txt ]] || ! command -v ninja >/dev/null || generator=(-G Ninja)
 stage configure 60 build.log cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DREPLAYSSM_CUDA=ON \
@@ -74,6 +74,9 @@ if wanted sanitize; then
 fi
 if wanted layers; then  # local errors, layer by layer, of the CPU and of the kernels
   stage layers 60 layers.log python3 tests/gpu_layers.py "$build/replayssm" "$build/layers"
+fi
+if wanted oracle; then  # correct digits of layers, of the CPU and of the kernels
+  stage oracle 60 oracle.log python3 tests/gpu_oracle.py "$build/replayssm" "$build/oracle"
 fi
 if wanted bench && "$build/replayssm" bench --help >/dev/null 2>&1; then
   stage bench 120 bench.log "$build/replayssm" bench --json "$out/bench.json"

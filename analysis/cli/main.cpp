@@ -6,26 +6,12 @@
 #include <exception>
 #include <iostream>
 #include <map>
-#include <thread>
 
 #include "analysis/cli/cli.h"
 #include "core/error.h"
 #include "core/version.h"
 
 namespace replayssm::cli {
-
-void Machine::add_to(CLI::App& app) {
-  threads = static_cast<int>(std::thread::hardware_concurrency());
-  app.add_option("--threads", threads, "Threads; results do not depend on them")->check(CLI::Range(1, 1024));
-  app.add_option("--device", device, "Where the states of policies are advanced: cpu, or cuda for the decode kernels")
-      ->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")
-      ->check(CLI::IsMember({"fp64", "fp32"}));
-}
-
-std::unique_ptr<Backend> Machine::reference() const {
-  return reference_backend(precision == "fp32" ? Precision::fp32 : Precision::fp64, threads);
-}
 
 std::unique_ptr<Model> open_model(const std::string& folder) {
   auto model = Model::open(folder);

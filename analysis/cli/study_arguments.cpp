@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/error.h"
-#include "cuda/backend.h"
 
 namespace replayssm::cli {
 namespace {
@@ -44,35 +43,6 @@ void check_vocabulary(const Tokens& tokens, const Model& model, const std::strin
   }
 }
 
-/// What the decode kernels are fed; empty where they are not used.
-std::string activations_of(const StudyArguments& arguments) {
-  if (arguments.machine.device == "cpu") return "";
-  return arguments.activations.empty() ? "fp32" : arguments.activations;
-}
-
-/// The CPU, or the CPU with the decode kernels for the states of the policies, each of which they must know.
-std::unique_ptr<Backend> make_backend(const StudyArguments& arguments, const Model& model,
-                                      const std::vector<Policy>& policies) {
-  const std::string activations = activations_of(arguments);
-  if (activations.empty()) {
-    if (!arguments.activations.empty()) fail("--activations ", arguments.activations, ": needs --device cuda");
-    return arguments.machine.reference();
-  }
-  if (!cuda::available()) {
-    fail("--device cuda: this build has no CUDA kernels, or this machine no device that they run on");
-  }
-  for (const Policy& policy : policies) {
-    for (std::int64_t i = 0; i < std::ssize(model.layers()); ++i) {
-      const auto& shape = model.layers()[static_cast<std::size_t>(i)].recurrence;
-      if (shape && policy.covers(i)) cuda::check_policy(*shape, policy);
-    }
-  }
-  const cuda::Scalar type = activations == "fp16"   ? cuda::Scalar::fp16
-                            : activations == "bf16" ? cuda::Scalar::bf16
-                                                    : cuda::Scalar::fp32;
-  return cuda::backend(arguments.machine.reference(), cuda::gpu(), type);
-}
-
 }  // namespace
 
 void StudyArguments::add_to(CLI::App& app) {
@@ -89,9 +59,7 @@ void StudyArguments::add_to(CLI::App& app) {
   app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");
   app.add_flag("--resume", resume, "Go on with an interrupted run of the same command from FILE.parts beside its file");
   machine.add_to(app);
-  app.add_option("--activations", activations,
-                 "With --device cuda: what the kernels are fed and write y in: fp32 (the default), fp16 or bf16")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
+  machine.add_activations(app);
 }
 
 StudyInput::StudyInput(const StudyArguments& arguments, const std::string& command,
@@ -100,7 +68,7 @@ StudyInput::StudyInput(const StudyArguments& arguments, const std::string& comma
   if (policies.empty()) policies = std::move(default_policies);
   tokens = select(read_tokens(arguments.tokens_file), arguments);
   model = open_model(arguments.model);
-  backend = make_backend(arguments, *model, policies);
+  backend = arguments.machine.backend(*model, policies);
   check_vocabulary(tokens, *model, arguments.tokens_file);
   for (const Policy& policy : policies) check_policy(*model, policy, tokens.length);
   const bool report = !arguments.json.empty() || !arguments.output.empty();
@@ -112,7 +80,7 @@ StudyInput::StudyInput(const StudyArguments& arguments, const std::string& comma
            .sequences = tokens.sequences,
            .device = arguments.machine.device,
            .precision = arguments.machine.precision,
-           .activations = activations_of(arguments),
+           .activations = arguments.machine.fed(),
            .threads = arguments.machine.threads,
            .seconds = 0};
 }

@@ -12,7 +12,6 @@ namespace replayssm::cli {
 /// The arguments of every command that runs policies on a model: what to run, on what, where the results go.
 struct StudyArguments {
   std::string model, tokens_file, json, output;
-  std::string activations;  ///< of the decode kernels; empty where not given
   std::int64_t max_tokens = 0, sequences = 0;
   std::vector<std::string> policy_texts;
   bool resume = false;

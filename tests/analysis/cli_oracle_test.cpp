@@ -7,6 +7,7 @@
 
 #include "analysis/oracle.h"
 #include "core/tokens.h"
+#include "cuda/decode.h"
 #include "tests/support/process.h"
 
 namespace replayssm {
@@ -38,6 +39,7 @@ TEST_F(OracleCommand, ReportsEveryRun) {
       const auto& found = report["results"][r];
       EXPECT_EQ(found["policy"], right.runs[r].policy.text());
       EXPECT_EQ(found["precision"], right.runs[r].precision == Precision::fp64 ? "fp64" : "fp32");
+      EXPECT_EQ(found["device"], "cpu");
       std::vector<double> y = right.runs[r].y;
       const auto least = static_cast<std::size_t>(std::ranges::min_element(y) - y.begin());
       EXPECT_EQ(found["y"]["least"], y[least]);
@@ -54,6 +56,9 @@ TEST_F(OracleCommand, ReportsEveryRun) {
       EXPECT_EQ(found["state"]["least"], std::ranges::min(right.runs[r].state));
     }
   }
+  const auto often =
+      json({"oracle", mamba2_, "--layer", "0", "--tokens", mamba2_golden_, "--max-tokens", "7", "--state-every", "2"});
+  EXPECT_EQ(often["results"][0]["state"]["tokens"], (std::vector<int>{1, 3, 5, 6}));
   const string table = run({"oracle", mamba2_, "--layer", "0", "--tokens", mamba2_golden_, "--digits", "20"}).out;
   for (const string part : {"20 digits confirmed", "replay(L=16, state=exact, order=sequential)", "fp32"}) {
     EXPECT_NE(table.find(part), string::npos) << part << "\n" << table;
@@ -94,6 +99,13 @@ TEST_F(OracleCommand, UsageErrors) {
   }
   refused({"--layer", "0", "-L", "0"}, {"L", "0"});
   refused({"--layer", "0", "--threads", "0"}, {"--threads", "0"});
+  for (const string value : {"0", "48"}) refused({"--layer", "0", "--state-every", value}, {"--state-every", value});
+  if (!cuda::available()) refused({"--layer", "0", "--device", "cuda"}, {"--device cuda", "no CUDA"});
+  refused({"--layer", "3", "--device", "cuda"}, {"layer 3", "attention"});
+  refused({"--layer", "0", "--device", "cuda", "-p", "exact"}, {"'exact'", "fp32"});
+  refused({"--layer", "0", "--device", "tpu"}, {"--device", "tpu"});
+  refused({"--layer", "0", "--activations", "bf16"}, {"--activations bf16", "--device cuda"});
+  refused({"--layer", "0", "-p", "eager(state=fp32)"}, {"--policy eager(state=fp32)", "--device cuda"});
   refused({"--layer", "0", "--max-tokens", "0"}, {"--max-tokens", "0"});
   refused({"--layer", "0", "--json", path("no/such/x.json")}, {path("no/such/x.json")});
   expect_refused({"oracle", mamba2_, "--layer", "0", "--tokens", write("large.txt", "1 2 97").string()}, {"97", "2"});

@@ -8,113 +8,24 @@
 #include <cmath>
 #include <limits>
 
-#include "core/delta_rule.h"
 #include "core/error.h"
-#include "core/mamba2.h"
-#include "tests/core/oracle.h"
+#include "tests/analysis/fed.h"
 #include "tests/support/forward.h"
 #include "tests/support/model_files.h"
 
 namespace replayssm {
 namespace {
 
+using oracle::Fed;
 using oracle::Token;
 using oracle::Vec;
 using oracle::Wide;
+using oracle::wide_tokens;
 
 std::vector<std::int32_t> SomeTokens(std::size_t count) {
   std::vector<std::int32_t> ids;
   for (std::size_t i = 0; i < count; ++i) ids.push_back(static_cast<std::int32_t>(i * i * 31 % 97));
   return ids;
-}
-
-/// What a layer fed its recurrence, each field [tokens, columns], in Real: rounded once from binary64 where that is
-/// float.
-template <class Real>
-struct Fed {
-  RecurrenceShape shape;
-  std::int64_t tokens = 0;
-  std::vector<Vec<Real>> fields;  // x B C dt, or q k v gate beta
-  Vec<Real> A_log, dt_bias;
-
-  Fed(Backend& backend, const RecurrenceCall& call) {
-    if (const auto* m = std::get_if<Mamba2Call>(&call)) {
-      take(backend, *m, {m->x, m->B, m->C, m->dt});
-    } else {
-      const auto& d = std::get<DeltaCall>(call);
-      take(backend, d, {d.q, d.k, d.v, d.gate, d.beta});
-    }
-  }
-
-  Rows<Real> rows(std::size_t field) const { return {fields[field].data(), std::ssize(fields[field]) / tokens}; }
-  LayerInputs<Real> prepared() const {
-    if (shape.recurrence == Recurrence::mamba2) {
-      return prepare(
-          Mamba2Inputs<Real>{shape, tokens, rows(0), rows(1), rows(2), rows(3), A_log.data(), dt_bias.data()});
-    }
-    return prepare(
-        DeltaInputs<Real>{shape, tokens, rows(0), rows(1), rows(2), rows(3), rows(4), A_log.data(), dt_bias.data()});
-  }
-
- private:
-  template <class Call>
-  void take(Backend& backend, const Call& call, const std::vector<Tensor>& tensors) {
-    shape = call.shape;
-    tokens = tensors[0].rows;
-    for (const Tensor& t : tensors) fields.push_back(oracle::convert<Real>(read_all(backend, t)));
-    for (const auto& [view, out] : {std::pair{call.A_log, &A_log}, {call.dt_bias, &dt_bias}}) {
-      Vec<double> values(static_cast<std::size_t>(view->elements()));
-      widen(*view, 0, values.size(), values.data());
-      *out = oracle::convert<Real>(values);
-    }
-  }
-};
-
-Wide Softplus(const Wide& z) { return log(1 + exp(z)); }
-
-/// The tokens of one head with everything done to them in 60 digits, on the inputs as Real has them.
-template <class Real>
-std::vector<Token<Wide>> WideTokens(const Fed<Real>& in, std::int64_t head) {
-  const auto& [recurrence, heads, groups, P, N] = in.shape;
-  const std::int64_t group = head / (heads / groups);
-  const auto part = [&](std::size_t field, std::int64_t t, std::int64_t first, std::int64_t count) {
-    const Real* row = in.rows(field)[t] + first;
-    return oracle::convert<Wide>(Vec<Real>(row, row + count));
-  };
-  const auto normalised = [](Vec<Wide> x, const Wide& scale) {
-    Wide sum(1e-6);
-    for (const Wide& e : x) sum += e * e;
-    for (Wide& e : x) e *= scale / sqrt(sum);
-    return x;
-  };
-  const Wide rate = -exp(Wide(in.A_log[static_cast<std::size_t>(head)]));
-  const Wide bias(in.dt_bias[static_cast<std::size_t>(head)]);
-  std::vector<Token<Wide>> out;
-  for (std::int64_t t = 0; t < in.tokens; ++t) {
-    if (recurrence == Recurrence::mamba2) {
-      const Wide dt = Softplus(part(3, t, head, 1)[0] + bias);
-      out.push_back({part(0, t, head * P, P), part(1, t, group * N, N), part(2, t, group * N, N), {rate * dt}, dt, {}});
-    } else {
-      const Wide g = rate * Softplus(part(3, t, head, 1)[0] + bias), beta = 1 / (1 + exp(-part(4, t, head, 1)[0]));
-      out.push_back({part(2, t, head * P, P),
-                     normalised(part(1, t, group * N, N), Wide(1)),
-                     normalised(part(0, t, group * N, N), 1 / sqrt(Wide(N))),
-                     {g},
-                     beta,
-                     {}});
-    }
-  }
-  return out;
-}
-
-template <class Value>
-double Digits(const Value* x, const Vec<Wide>& truth) {
-  Wide difference(0), norm(0);
-  for (std::size_t i = 0; i < truth.size(); ++i) {
-    difference += (Wide(x[i]) - truth[i]) * (Wide(x[i]) - truth[i]);
-    norm += truth[i] * truth[i];
-  }
-  return static_cast<double>(log10(norm / difference) / 2);
 }
 
 /// A golden model run up to a layer, and what the layer fed its recurrence.
@@ -151,7 +62,7 @@ void CheckRuns(const OracleResult& result, const Fed<Real>& in) {
   }
   ASSERT_EQ(runs.size(), 5u);
   for (std::size_t h = 0; h < heads; ++h) {
-    const auto tokens = WideTokens(in, static_cast<std::int64_t>(h));
+    const auto tokens = wide_tokens(in, static_cast<std::int64_t>(h));
     oracle::Steps<Wide> truth({delta, 1, false, parse_format("exact")},
                               P * static_cast<std::size_t>(in.shape.state_dim));
     for (std::size_t t = 0; t < tokens.size(); ++t) {
@@ -159,13 +70,13 @@ void CheckRuns(const OracleResult& result, const Fed<Real>& in) {
       for (std::size_t r = 0; r < runs.size(); ++r) {
         // The two oracles differ from the 45th digit on and the runs from them in the 17th or before: that leaves the
         // roundings of a logarithm near 16 to binary64.
-        EXPECT_DOUBLE_EQ(runs[r]->y[t * heads + h], Digits(ys[r].data() + (t * heads + h) * P, y))
+        EXPECT_DOUBLE_EQ(runs[r]->y[t * heads + h], oracle::digits(ys[r].data() + (t * heads + h) * P, y))
             << runs[r]->policy.text() << ", token " << t << ", head " << h;
       }
     }
     for (std::size_t r = 0; r < runs.size(); ++r) {
       const std::vector<Real> s = states[r].effective(static_cast<std::int64_t>(h));
-      EXPECT_DOUBLE_EQ(runs[r]->state[heads + h], Digits(s.data(), truth.effective()))
+      EXPECT_DOUBLE_EQ(runs[r]->state[heads + h], oracle::digits(s.data(), truth.effective()))
           << runs[r]->policy.text() << ", " << h;
     }
   }
@@ -207,7 +118,7 @@ TEST_P(OracleModels, MeasureAgainstTheRealInputsOfTheLayer) {
 /// as much, 2 by itself. u v and a S are products, u w + a S at most two roundings; a dot product of N has at most N.
 template <class Real>
 Vec<double> LeastDigits(const Fed<Real>& in, std::int64_t head, double u) {
-  const auto tokens = WideTokens(in, head);
+  const auto tokens = wide_tokens(in, head);
   const std::size_t N = tokens[0].w.size(), P = tokens[0].v.size();
   Vec<Wide> s(P * N, Wide(0)), absolute(s), error(s);
   Vec<double> out;
@@ -335,6 +246,62 @@ TEST(Oracle, BlocksOfTokensGoOnWhereTheLastOneEnded) {
   }
 }
 
+TEST(Oracle, LooksAtTheStatesAsOftenAsAskedFor) {
+  for (const auto& [name, layer] : {std::pair{"mamba2", 1}, {"qwen3_5", 0}}) {
+    const Golden golden(name);
+    const auto every = [&, at = layer](std::int64_t tokens) {
+      return golden.run(SomeTokens(9), {.layer = at, .digits = 20, .state_every = tokens});
+    };
+    const OracleResult each = every(1), fourth = every(4), all = every(64);
+    EXPECT_EQ(each.block_ends, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8}));
+    EXPECT_EQ(fourth.block_ends, (std::vector<std::int64_t>{3, 7, 8}));
+    EXPECT_EQ(all.block_ends, std::vector<std::int64_t>{8});
+    for (std::size_t r = 0; r < all.runs.size(); ++r) {
+      for (const OracleResult* some : {&fourth, &all}) {
+        EXPECT_EQ(some->runs[r].y, each.runs[r].y);
+        for (std::size_t b = 0; b < some->block_ends.size(); ++b) {
+          const auto t = static_cast<std::size_t>(some->block_ends[b]);
+          for (std::size_t h = 0; h < 6; ++h) {
+            EXPECT_EQ(some->runs[r].state[6 * b + h], each.runs[r].state[6 * t + h]) << r << " " << t << " " << h;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Oracle, MeasuresWhatTheBackendRuns) {
+  // The reference as the backend: what it runs in binary64 is what the oracle runs in binary64 by itself, bit for bit.
+  for (const auto& [name, layer] : {std::pair{"mamba2", 1}, {"qwen3_5", 2}}) {
+    const Golden golden(name);
+    OracleOptions options{.layer = layer, .heads = {1, 4}, .lengths = {4}};
+    for (const char* policy : {"exact", "replay(L=4, state=exact)", "replay(L=4, state=exact, order=sequential)"}) {
+      options.on_backend.push_back(parse_policy(policy));
+    }
+    const OracleResult found = golden.run(SomeTokens(70), options);
+    EXPECT_EQ(found.oracles, 2);
+    ASSERT_EQ(found.runs.size(), 9u);
+    for (std::size_t p = 0; p < 3; ++p) {
+      const KeptDigits &cpu = found.runs[2 * p], &backend = found.runs[6 + p];
+      EXPECT_FALSE(cpu.on_backend);
+      EXPECT_TRUE(backend.on_backend);
+      EXPECT_EQ(backend.precision, Precision::fp64);
+      EXPECT_EQ(backend.policy, cpu.policy);
+      EXPECT_EQ(backend.y, cpu.y);
+      EXPECT_EQ(backend.state, cpu.state);
+    }
+    // Rounded inputs enter an oracle of their own; this backend computes with others and has the digits of bf16 left.
+    options.activations = parse_format("bf16");
+    const OracleResult rounded = golden.run(SomeTokens(70), options);
+    EXPECT_EQ(rounded.oracles, 3);
+    for (std::size_t r = 0; r < 6; ++r) EXPECT_EQ(rounded.runs[r].y, found.runs[r].y);
+    for (const double digits : rounded.runs[6].state) {
+      EXPECT_GT(digits, 1);
+      EXPECT_LT(digits, 5);
+    }
+  }
+}
+
 TEST(Oracle, RefusesWhatTheCommandCannotAskFor) {
   const Golden golden("mamba2");
   const auto refused = [&](const OracleOptions& options, const string& part, std::size_t tokens = 3) {
@@ -351,6 +318,10 @@ TEST(Oracle, RefusesWhatTheCommandCannotAskFor) {
   refused({.heads = {-1}}, "head -1");
   refused({.digits = 0}, "digits 0");
   refused({.guard = -1}, "guard digits -1");
+  refused({.state_every = 0}, "found 0");
+  refused({.state_every = 48}, "divisor of 64, found 48");
+  refused({.on_backend = {parse_policy("eager(state=bf16, layers=1-2)")}}, "layer 0");
+  refused({.activations = parse_format("int8:row")}, "int8:row");
   refused({}, "token", 0);
   const auto fp32 = reference_backend(Precision::fp32, 1);
   EXPECT_THROW(run_oracle(*golden.model, *fp32, SomeTokens(3), {}), Error);

@@ -3,12 +3,8 @@
 
 #include "core/big_real.h"
 
-#include <gtest/gtest.h>
-
-#include <boost/multiprecision/cpp_int.hpp>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -16,22 +12,10 @@
 #include "core/delta_rule.h"
 #include "core/literal.h"
 #include "core/mamba2.h"
+#include "tests/core/big_numbers.h"
 
 namespace replayssm {
 namespace {
-
-using Fraction = boost::multiprecision::cpp_rational;
-
-template <class Real_, int digits_>
-struct Kind {
-  using Real = Real_;
-  static constexpr int digits = digits_;
-};
-using Kinds = testing::Types<
-#ifdef REPLAYSSM_HAVE_MPFR
-    Kind<RunTimeReal, 50>, Kind<RunTimeReal, 500>,
-#endif
-    Kind<QuadReal, 33>, Kind<FixedReal<70>, 70>, Kind<FixedReal<140>, 140>>;
 
 /// One token of one head.
 template <class Real>
@@ -41,21 +25,10 @@ struct Step {
 };
 
 template <class Kind>
-class BigReal : public testing::Test {
+class BigReal : public BigNumbers<Kind> {
  protected:
-  using Number = typename Kind::Real;
-
-  BigReal() { set_working_digits<Number>(Kind::digits); }
-
-  /// Half the distance from 1 to the next number: the relative error of one rounding.
-  static Number unit() {
-    if constexpr (std::numeric_limits<Number>::digits > 0) return std::numeric_limits<Number>::epsilon() / 2;
-#ifdef REPLAYSSM_HAVE_MPFR
-    if constexpr (std::is_same_v<Number, RunTimeReal>) {
-      return ldexp(Number(1), -static_cast<int>(mpfr_get_prec(Number(0).backend().data())));
-    }
-#endif
-  }
+  using typename BigNumbers<Kind>::Number;
+  using BigNumbers<Kind>::unit;
 
   /// Whether x is the number that `text` gives to 62 digits, up to so many roundings. Reading the text is one more.
   static void expect_near(const Number& x, const char* text, double roundings) {
@@ -63,11 +36,6 @@ class BigReal : public testing::Test {
     const Number allowed = abs(right) * (Number(roundings + 1) * unit() + Number("1e-61"));
     EXPECT_LE(abs(x - right), allowed) << text << "\n" << x;
     EXPECT_LT(allowed, abs(right) * Number("1e-25")) << "a test of digits that double does not have";
-  }
-
-  /// The number itself, where Number can hold it.
-  static Number exact(const Fraction& x) {
-    return Number(numerator(x).str().c_str()) / Number(denominator(x).str().c_str());
   }
 
   /// Runs the tokens from the state s; y of the last one.
@@ -90,7 +58,7 @@ class BigReal : public testing::Test {
     return {{Number(v)}, {Number(w)}, {Number(1)}, {log_decay}, gain};
   }
 };
-TYPED_TEST_SUITE(BigReal, Kinds);
+TYPED_TEST_SUITE(BigReal, BigKinds);
 
 TYPED_TEST(BigReal, HoldsDoublesExactlyAndHasTheDigitsAskedFor) {
   using Real = typename TypeParam::Real;
@@ -106,73 +74,6 @@ TYPED_TEST(BigReal, HoldsDoublesExactlyAndHasTheDigitsAskedFor) {
   add_product(sum, Real(5), Real(0.25));
   EXPECT_EQ(sum, Real(4.25));
 }
-
-// Sums of products against exact fractions: numbers of every sign and of sizes from 2^-200 to 1, with zeros among them,
-// and sums that cancel.
-TYPED_TEST(BigReal, SumsOfProducts) {
-  using Real = typename TypeParam::Real;
-  std::mt19937 random(3);
-  const auto number = [&](int exponents) -> std::pair<Fraction, Real> {
-    const int mantissa = static_cast<int>(random() % 2001) - 1000, exponent = -static_cast<int>(random() % exponents);
-    const boost::multiprecision::cpp_int power = boost::multiprecision::cpp_int(1) << -exponent;
-    return {Fraction(mantissa, power), ldexp(Real(mantissa), exponent)};
-  };
-  for (const int exponents : {1, 64, 200}) {
-    for (const int n : {1, 2, 7, 128}) {
-      std::vector<Real> x, y;
-      Fraction right(0), absolute(0);
-      for (int i = 0; i < n; ++i) {
-        const auto [a, a_real] = number(exponents);
-        const auto [b, b_real] = number(exponents);
-        x.push_back(a_real), y.push_back(b_real);
-        right += a * b;
-        absolute += abs(Fraction(a * b));
-      }
-      // What is left of a sum that cancels; its terms are products again.
-      x.push_back(this->exact(-right)), y.push_back(Real(1));
-      Real sum(5);
-      set_dot(sum, x.data(), y.data(), n);
-      // A rounding a term of the sum so far and of the terms, and one that writes the fraction down.
-      const Real allowed = (2 * n + 1) * this->unit() * this->exact(absolute);
-      EXPECT_LE(abs(sum - this->exact(right)), allowed) << n;
-      set_dot(sum, x.data(), y.data(), n + 1);
-      EXPECT_LE(abs(sum), 2 * allowed) << n;
-    }
-  }
-  const Real infinite = std::numeric_limits<Real>::infinity();
-  const std::vector<Real> some = {Real(2), Real(0), Real(3)}, zeros(3, Real(0)), broken = {Real(1), infinite, Real(1)};
-  Real sum(5);
-  set_dot(sum, some.data(), zeros.data(), 3);
-  EXPECT_EQ(sum, 0);
-  set_dot(sum, some.data(), broken.data(), 3);
-  EXPECT_TRUE(isnan(sum));  // 0 times infinity
-  set_dot(sum, some.data(), broken.data(), 1);
-  EXPECT_EQ(sum, 2);
-}
-
-#ifdef REPLAYSSM_HAVE_MPFR
-// One rounding of the exact sum, which another precision holds, however far apart the terms are.
-TEST(RunTimeDot, IsRoundedOnce) {
-  std::mt19937 random(5);
-  for (const int digits : {19, 38, 50, 70, 100}) {
-    set_working_digits<RunTimeReal>(digits);
-    std::vector<RunTimeReal> x, y;
-    for (int i = 0; i < 128; ++i) {
-      for (auto* to : {&x, &y}) {
-        const RunTimeReal mantissa = sin(RunTimeReal(static_cast<int>(random() % 100'000)));
-        to->push_back(ldexp(mantissa, -static_cast<int>(random() % 150)));
-      }
-    }
-    RunTimeReal found(0);
-    set_dot(found, x.data(), y.data(), 128);
-    set_working_digits<RunTimeReal>(2 * digits + 200);  // products of some 2 digits, 300 bits apart
-    RunTimeReal right(0);
-    for (std::size_t i = 0; i < 128; ++i) add_product(right, x[i], y[i]);
-    mpfr_prec_round(right.backend().data(), mpfr_get_prec(found.backend().data()), MPFR_RNDN);
-    EXPECT_EQ(found, right) << digits;
-  }
-}
-#endif
 
 TYPED_TEST(BigReal, ScalarFunctions) {
   using Real = typename TypeParam::Real;
