@@ -5,14 +5,26 @@
 #include <functional>
 
 #include "core/real.h"
+#include "core/scales.h"
 
 namespace replayssm {
 namespace {
 
-/// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of its
-/// row.
+/// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of those
+/// that share its scale.
 double relative_error2(const Format& format) {
-  return format.exact() ? 0 : std::ldexp(1.0, -2 * (format.element.mantissa_bits + 1));
+  if (format.exact()) return 0;
+  const Element& e = format.element;
+  const double max = decode<double>(e, e.max_code), top = power_of_two_below(max);
+  // The least that the largest element over the scale can be, and what is beyond the range of the element.
+  const double least = format.rule == ScaleRule::amax    ? max
+                       : format.rule == ScaleRule::floor ? top
+                       : format.rule == ScaleRule::ceil  ? max / 2
+                                                         : max * (1 - 0x1p-4);
+  const double beyond = format.rule == ScaleRule::floor ? 1 - max / (2 * top) : 0;
+  const double half_step =
+      e.integer ? std::ldexp(1.0, e.emin - e.mantissa_bits - 1) / least : std::ldexp(1.0, -e.mantissa_bits - 1);
+  return std::pow(std::max(half_step, beyond), 2);
 }
 
 double dot(const double* x, const double* y, std::int64_t n) {
@@ -37,22 +49,25 @@ std::vector<double> times(const double* x, const std::vector<double>& m, std::in
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
   if (format.exact()) return;
   const Element& e = format.element;
-  const double largest_code = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const double* x = state + r * n;
-    double scale = 1;
-    if (format.scale == Scale::row) {
-      double amax = 0;
-      for (std::int64_t i = 0; i < n; ++i) amax = std::max(amax, std::abs(x[i]));
-      scale = static_cast<double>(static_cast<float>(amax / largest_code));
-      if (scale == 0) scale = 1;
-    }
+  const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
+  const auto add = [&](const double* x, std::int64_t count, double scale, double* sum) {
     const double inverse = 1 / scale, half_last_place = std::ldexp(scale, -e.mantissa_bits - 1);
-    for (std::int64_t i = 0; i < n; ++i) {
-      const double error = power_of_two_below(std::max(std::abs(x[i]) * inverse, smallest)) * half_last_place;
-      out[i] += error * error;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const double size = std::abs(x[i]);
+      const double half_spacing = power_of_two_below(std::max(size * inverse, smallest)) * half_last_place;
+      const double error = std::max(half_spacing, size - largest * scale);
+      sum[i] += error * error;
     }
+  };
+  if (format.scale == Scale::none) {
+    for (std::int64_t row = 0; row < rows; ++row) add(state + row * n, n, 1, out);
+    return;
   }
+  const Scaler<double> scaler(format, state, rows * n);
+  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
+    const double* x = state + row * n + column;
+    add(x, count, scaler.value(scaler.code(largest_magnitude(x, count))), out + column);
+  });
 }
 
 LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit)

@@ -168,7 +168,8 @@ class State<Real>::Engine {
 
   /// Row blocks outermost: the rows of a block stay in the first-level cache over all tokens.
   void eager(std::int64_t tokens, Real* y, std::int64_t y_stride) {
-    constexpr std::int64_t block = 16;
+    const Format& format = state_.schedule_.anchor;
+    const std::int64_t block = format.joins_rows() ? P : 16;
     Vector decays(size(tokens * D)), u(size(P));
     for (std::int64_t t = 0; t < tokens; ++t) decay_of(in_.log_decay[t], decays.data() + t * D);
     for (std::int64_t first = 0; first < P; first += block) {
@@ -178,7 +179,7 @@ class State<Real>::Engine {
         const Real* decay = decays.data() + t * D;
         form_u(s, first, rows, in_.record(t), decay, u.data());
         update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
-        store(state_.schedule_.anchor, s, rows, t);
+        store(format, s, rows, t);
       }
     }
   }

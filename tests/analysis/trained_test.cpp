@@ -18,9 +18,7 @@ namespace {
 using Json = nlohmann::json;
 
 /// Policies of the golden file whose formats do not exist yet. One that has come to exist leaves this list.
-const std::set<string> not_yet = {"eager(state=mxfp8_e4m3:floor)", "replay(L=16, state=int8:row:hadamard)",
-                                  "replay(L=16, state=nvfp4)", "eager(state=int8:group32)",
-                                  "replay(L=16, anchor=fp32, read=mxfp4:floor)"};
+const std::set<string> not_yet = {"replay(L=16, state=int8:row:hadamard)"};
 
 Json expected_figures() { return Json::parse(read_text(fs::path(REPLAYSSM_TEST_DATA) / "kl_expected.json")); }
 

@@ -1,0 +1,150 @@
+// The text of formats, read and written.
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <string>
+
+#include "core/error.h"
+#include "core/format.h"
+
+namespace replayssm {
+
+namespace {
+
+Format in_blocks(const Element& element, std::int64_t extent, ScaleRule rule) {
+  return {element, Scale::group, rule, extent};
+}
+
+// Named in the project's vocabulary, to be told from a typing error.
+constexpr std::string_view kLaterModifiers[] = {"tensor", "head", "sr", "hadamard"};
+constexpr std::string_view kLaterStems[] = {"tile", "ef=", "cap="};
+
+bool known_later(std::string_view modifier) {
+  return std::ranges::find(kLaterModifiers, modifier) != std::end(kLaterModifiers) ||
+         std::ranges::any_of(kLaterStems, [&](std::string_view stem) {
+           return modifier.size() > stem.size() && modifier.starts_with(stem);
+         });
+}
+
+/// The number at the end of a modifier such as group32; none where it is no number.
+std::optional<std::int64_t> number_behind(std::string_view stem, std::string_view modifier) {
+  if (!modifier.starts_with(stem)) return {};
+  std::int64_t number = 0;
+  const char* end = modifier.data() + modifier.size();
+  const auto [stop, error] = std::from_chars(modifier.data() + stem.size(), end, number);
+  if (error != std::errc{} || stop != end) return {};
+  return number;
+}
+
+class Parser {
+ public:
+  explicit Parser(std::string_view text) : text_(text) {}
+
+  Format parse() {
+    const std::size_t colon = std::min(text_.find(':'), text_.size());
+    read_name(text_.substr(0, colon));
+    for (std::size_t begin = colon; begin < text_.size();) {
+      const std::size_t end = std::min(text_.find(':', begin + 1), text_.size());
+      read_modifier(text_.substr(begin + 1, end - begin - 1));
+      begin = end;
+    }
+    check();
+    return format_;
+  }
+
+ private:
+  template <class... Parts>
+  [[noreturn]] void wrong(const Parts&... parts) const {
+    fail("format '", text_, "': ", parts...);
+  }
+
+  void read_name(std::string_view name) {
+    if (name == kExact.name) return;
+    if (const Element* element = find_element(name)) {
+      format_.element = *element;
+      return;
+    }
+    for (const NamedFormat& named : named_formats()) {
+      if (named.name != name) continue;
+      format_ = named.format;
+      named_ = true;
+      return;
+    }
+    if (name.starts_with("custom(")) wrong("'", name, "' is not supported yet");
+    std::string known(kExact.name);
+    for (const Element& element : kElements) known.append(", ").append(element.name);
+    for (const NamedFormat& named : named_formats()) known.append(", ").append(named.name);
+    wrong("unknown name '", name, "', expected one of ", known);
+  }
+
+  void read_modifier(std::string_view modifier) {
+    if (known_later(modifier)) wrong("modifier '", modifier, "' is not supported yet");
+    const auto group = number_behind("group", modifier);
+    if (modifier == "row" || group) {
+      if (named_) wrong("its name says what shares a scale, found '", modifier, "' beside it");
+      if (format_.scale != Scale::none) wrong("'", modifier, "' is given twice, or beside another scale");
+      if (group && (*group < 1 || *group > kLongestGroup)) {
+        wrong("expected groups of 1..", kLongestGroup, " elements, found '", modifier, "'");
+      }
+      format_.scale = group ? Scale::group : Scale::row;
+      format_.extent = group.value_or(0);
+    } else if (modifier == "floor" || modifier == "ceil") {
+      if (rule_given_) wrong("'", modifier, "' is given twice, or beside another rule");
+      if (format_.rule == ScaleRule::nvfp4) wrong("the scales of nvfp4 are no powers of two, found '", modifier, "'");
+      rule_given_ = true;
+      format_.rule = modifier == "floor" ? ScaleRule::floor : ScaleRule::ceil;
+    } else {
+      wrong("unknown modifier '", modifier, "', expected row, groupN, floor or ceil");
+    }
+  }
+
+  void check() const {
+    const Element& element = format_.element;
+    if (format_.scale == Scale::none) {
+      if (element.integer) wrong(element.name, " needs a scale, expected ", element.name, ":row or another");
+      if (rule_given_) wrong("a rule for scales, but no scales: expected row or groupN beside it");
+      return;
+    }
+    if (format_.exact()) wrong("exact takes no scale, nothing of it is rounded");
+    // Values near 1 would get a subnormal scale, whose rounding pushes the largest element of a row out of range.
+    if (element.mantissa_bits == 23) wrong("fp32 takes no scale, it has the range of the scale itself");
+  }
+
+  static constexpr std::int64_t kLongestGroup = std::int64_t{1} << 20;
+  std::string_view text_;
+  Format format_;
+  bool named_ = false, rule_given_ = false;
+};
+
+}  // namespace
+
+std::span<const NamedFormat> named_formats() {
+  static const NamedFormat formats[] = {
+      {"mxfp8_e4m3", in_blocks(*find_element("e4m3"), 32, ScaleRule::floor)},
+      {"mxfp8_e5m2", in_blocks(*find_element("e5m2"), 32, ScaleRule::floor)},
+      {"mxfp6_e2m3", in_blocks(*find_element("e2m3"), 32, ScaleRule::floor)},
+      {"mxfp6_e3m2", in_blocks(*find_element("e3m2"), 32, ScaleRule::floor)},
+      {"mxfp4", in_blocks(*find_element("e2m1"), 32, ScaleRule::floor)},
+      {"mxint8", in_blocks(kFixed8, 32, ScaleRule::floor)},
+      {"nvfp4", in_blocks(*find_element("e2m1"), 16, ScaleRule::nvfp4)},
+  };
+  return formats;
+}
+
+std::string Format::text() const {
+  const std::string ceil = rule == ScaleRule::ceil ? ":ceil" : "";
+  Format plain = *this;
+  if (rule == ScaleRule::ceil) plain.rule = ScaleRule::floor;
+  for (const NamedFormat& named : named_formats()) {
+    if (named.format == plain) return std::string(named.name) + ceil;
+  }
+  std::string text(element.name);
+  if (scale == Scale::row) text += ":row";
+  if (scale == Scale::group) text += ":group" + std::to_string(extent);
+  return text + (rule == ScaleRule::floor ? ":floor" : ceil);
+}
+
+Format parse_format(std::string_view text) { return Parser(text).parse(); }
+
+}  // namespace replayssm
