@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <type_traits>
 
 #include "core/error.h"
 #include "core/lanes.h"
@@ -169,19 +170,22 @@ class State<Real>::Engine {
   /// Row blocks outermost: the rows of a block stay in the first-level cache over all tokens.
   void eager(std::int64_t tokens, Real* y, std::int64_t y_stride) {
     const Format& format = state_.schedule_.anchor;
-    const std::int64_t block = format.joins_rows() ? P : 16;
     Vector decays(size(tokens * D)), u(size(P));
     for (std::int64_t t = 0; t < tokens; ++t) decay_of(in_.log_decay[t], decays.data() + t * D);
-    for (std::int64_t first = 0; first < P; first += block) {
-      const std::int64_t rows = std::min(block, P - first);
-      Real* s = head_.anchor.data() + first * N;
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        const Real* decay = decays.data() + t * D;
-        form_u(s, first, rows, in_.record(t), decay, u.data());
-        update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
-        store(format, s, rows, t);
+    const auto in_blocks_of = [&](auto block) {
+      for (std::int64_t first = 0; first < P; first += block) {
+        const std::int64_t rows = std::min<std::int64_t>(block, P - first);
+        Real* s = head_.anchor.data() + first * N;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const Real* decay = decays.data() + t * D;
+          form_u(s, first, rows, in_.record(t), decay, u.data());
+          update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
+          store(format, s, rows, t);
+        }
       }
-    }
+    };
+    // Loops of a length that the compiler knows are faster.
+    format.joins_rows() ? in_blocks_of(P) : in_blocks_of(std::integral_constant<std::int64_t, 16>());
   }
 
   // ---- closed form --------------------------------------------------------------------------------------------------
