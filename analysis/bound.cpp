@@ -15,7 +15,7 @@ namespace {
 double relative_error2(const Format& format) {
   if (format.exact()) return 0;
   const Element& e = format.element;
-  const double max = decode<double>(e, e.max_code), top = power_of_two_below(max);
+  const double max = format.cap > 0 ? format.cap : decode<double>(e, e.max_code), top = power_of_two_below(max);
   // The least that the largest element over the scale can be, and what is beyond the range of the element.
   const double least = format.rule == ScaleRule::amax    ? max
                        : format.rule == ScaleRule::floor ? top
@@ -64,9 +64,13 @@ void add_rounding_errors(const Format& format, const double* state, std::int64_t
     return;
   }
   const Scaler<double> scaler(format, state, rows * n);
-  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
-    const double* x = state + row * n + column;
-    add(x, count, scaler.value(scaler.code(largest_magnitude(x, count))), out + column);
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    const double scale = scaler.value(scaler.code(largest_magnitude(state + first, count)));
+    for (std::int64_t i = first, end = first + count; i < end;) {
+      const std::int64_t column = i % n, part = std::min(n - column, end - i);
+      add(state + i, part, scale, out + column);
+      i += part;
+    }
   });
 }
 

@@ -124,12 +124,17 @@ struct LayerTrace::Layer {
     const std::int64_t N = shape.state_dim, bits = format.element.storage_bits;
     const bool scaled = format.scale != Scale::none;
     CodeLayout layout{.format = format.text(),
-                      .block = scaled ? format.block(N) : 0,
+                      .block = scaled ? format.block(shape.head_dim, N) : 0,
                       .scale_layout = "none",
                       .codes_per_item = bits < 8 ? (8 % bits == 0 ? 8 / bits : 0) : 1,
                       .code_bits = bits};
     TraceShape scales = {shape.heads, shape.head_dim};
     if (format.scale == Scale::row) layout.scale_layout = "row";
+    if (format.scale == Scale::head) layout.scale_layout = "head", scales = {shape.heads};
+    if (format.scale == Scale::tile) {
+      layout.scale_layout = "rows";
+      scales = {shape.heads, format.scales(shape.head_dim, N)};
+    }
     if (format.scale == Scale::group) {
       layout.scale_layout = "along N";
       scales.push_back(format.scales(1, N));

@@ -76,11 +76,11 @@ std::vector<std::byte> scales_of(const Format& format, float head_scale, const R
   std::vector<std::byte> out(static_cast<std::size_t>(format.head_scale_width()));
   std::memcpy(out.data(), &head_scale, out.size());
   *bad_row = -1;
-  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
     if (*bad_row >= 0) return;
-    const std::optional<std::uint32_t> code = blocks.find(data + row * n + column, count);
+    const std::optional<std::uint32_t> code = blocks.find(data + first, count);
     if (!code) {
-      *bad_row = row;
+      *bad_row = first / n;
       return;
     }
     const auto* bytes = reinterpret_cast<const std::byte*>(&*code);

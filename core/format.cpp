@@ -168,8 +168,19 @@ class StoredScales {
 }  // namespace
 
 std::int64_t Format::scales(std::int64_t rows, std::int64_t n) const {
-  if (scale == Scale::none) return 0;
-  return scale == Scale::row ? rows : rows * ((n + extent - 1) / extent);
+  switch (scale) {
+    case Scale::none:
+      return 0;
+    case Scale::row:
+      return rows;
+    case Scale::group:
+      return rows * ((n + extent - 1) / extent);
+    case Scale::tile:
+      return (rows + extent - 1) / extent;
+    case Scale::head:
+      return 1;
+  }
+  return 0;
 }
 
 std::int64_t Format::scale_width() const {
@@ -196,8 +207,8 @@ std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std
   }
   const Scaler<Real> scaler(format, data, rows * n);
   const Real max = decode<Real>(format.element, format.element.max_code);
-  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
-    overflowed += round_block(rounder, adder, max, scaler, data + row * n + column, count);
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    overflowed += round_block(rounder, adder, max, scaler, data + first, count);
   });
   return overflowed;
 }
@@ -207,20 +218,20 @@ void encode_scaled(const Format& format, const Real* data, std::int64_t rows, st
                    std::byte* codes) {
   const std::int64_t row_codes = format.code_bytes(n);
   std::fill_n(codes, rows * row_codes, std::byte{0});
-  const auto put = [&](std::int64_t row, std::int64_t column, Real x) {
-    store(codes + row * row_codes, format.element.storage_bits, column, encode(format.element, x));
+  const auto put = [&](std::int64_t i, Real x) {
+    store(codes + i / n * row_codes, format.element.storage_bits, i % n, encode(format.element, x));
   };
   if (format.scale == Scale::none) {
-    for (std::int64_t i = 0; i < rows * n; ++i) put(i / n, i % n, data[i]);
+    for (std::int64_t i = 0; i < rows * n; ++i) put(i, data[i]);
     return;
   }
   const StoredScales stored(format, scales);
   const Scaler<Real> scaler(format, stored.head());
   std::int64_t next = 0;
-  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
     const Real scale = scaler.value(stored.code(next++));
     if (std::isnan(scale)) return;
-    for (std::int64_t i = column; i < column + count; ++i) put(row, i, data[row * n + i] / scale);
+    for (std::int64_t i = first; i < first + count; ++i) put(i, data[i] / scale);
   });
 }
 
@@ -232,8 +243,8 @@ void encode_rows(const Format& format, const Real* data, std::int64_t rows, std:
     const Scaler<Real> scaler(format, data, rows * n);
     StoredScales::put_head(format, scales, scaler.head_scale());
     std::int64_t next = 0;
-    for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
-      StoredScales::put(format, scales, next++, scaler.code(largest_magnitude(data + row * n + column, count)));
+    for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+      StoredScales::put(format, scales, next++, scaler.code(largest_magnitude(data + first, count)));
     });
   }
   encode_scaled(format, data, rows, n, scales, codes);
@@ -243,19 +254,20 @@ template <class Real>
 void decode_rows(const Format& format, const std::byte* codes, const void* scales, std::int64_t rows, std::int64_t n,
                  Real* data) {
   require_codes(format);
-  const auto get = [&](std::int64_t row, std::int64_t column) {
-    return decode<Real>(format.element, load(codes + row * format.code_bytes(n), format.element.storage_bits, column));
+  const std::int64_t row_codes = format.code_bytes(n);
+  const auto get = [&](std::int64_t i) {
+    return decode<Real>(format.element, load(codes + i / n * row_codes, format.element.storage_bits, i % n));
   };
   if (format.scale == Scale::none) {
-    for (std::int64_t i = 0; i < rows * n; ++i) data[i] = get(i / n, i % n);
+    for (std::int64_t i = 0; i < rows * n; ++i) data[i] = get(i);
     return;
   }
   const StoredScales stored(format, scales);
   const Scaler<Real> scaler(format, stored.head());
   std::int64_t next = 0;
-  for_each_block(format, rows, n, [&](std::int64_t row, std::int64_t column, std::int64_t count) {
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
     const Real scale = scaler.value(stored.code(next++));
-    for (std::int64_t i = 0; i < count; ++i) data[row * n + column + i] = get(row, column + i) * scale;
+    for (std::int64_t i = first; i < first + count; ++i) data[i] = get(i) * scale;
   });
 }
 

@@ -15,12 +15,14 @@ enum class Scale {
   none,
   row,    // those of a row
   group,  // `extent` neighbours in a row; the last group of a row may be shorter
+  tile,   // those of `extent` rows; the last tile of a head may be shorter
+  head,   // those of all rows of a head
 };
 
 /// What a scale is and how it follows from the elements x that share it. amax = max |x|; max and emax are the largest
 /// value of the element and its exponent; quotients are rounded in Real.
 enum class ScaleRule {
-  amax,   // fp32: float(amax / max); 1 where that is 0, also by underflow
+  amax,   // fp32: float(amax / max), or float(amax / cap); 1 where that is 0, also by underflow
   floor,  // one byte, 2^e in E8M0: e = floor(log2 amax) - emax, so that the largest elements may saturate
   ceil,   // one byte, 2^e in E8M0: the smallest e with amax / 2^e <= max
   nvfp4,  // one e4m3 code b, beside one fp32 s = float(amax of the head / (448 max)) for each head, 1 where that is 0:
@@ -47,15 +49,19 @@ struct Format {
   Element element = kExact;
   Scale scale = Scale::none;
   ScaleRule rule = ScaleRule::amax;
-  std::int64_t extent = 0;  // with Scale::group
+  std::int64_t extent = 0;  // with Scale::group and Scale::tile
+  double cap = 0;           // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
 
   /// Whether nothing is rounded.
   bool exact() const { return element.exact(); }
 
-  /// Elements that share a scale, of rows of n elements: n without scales.
-  std::int64_t block(std::int64_t n) const { return scale == Scale::group ? extent : n; }
+  /// Elements that share a scale, of a head of `rows` rows of n elements, as far as there are so many: n without
+  /// scales.
+  std::int64_t block(std::int64_t rows, std::int64_t n) const {
+    return scale == Scale::group ? extent : scale == Scale::tile ? extent * n : scale == Scale::head ? rows * n : n;
+  }
   /// Whether the rows of a head have to be rounded together.
-  bool joins_rows() const { return rule == ScaleRule::nvfp4; }
+  bool joins_rows() const { return scale == Scale::tile || scale == Scale::head || rule == ScaleRule::nvfp4; }
   /// Scales of `rows` rows of n elements, beside the one of a head (nvfp4).
   std::int64_t scales(std::int64_t rows, std::int64_t n) const;
   /// Bytes of one scale, 0 without scales, and of the one of a head.
@@ -73,10 +79,10 @@ struct Format {
   friend bool operator==(const Format&, const Format&) = default;
 };
 
-/// Reads an element, which its scale and rule may follow: `bf16`, `int8:row`, `int8:group32`, `e4m3:group32:ceil`; or
-/// the name of a format with scales, which `:floor` or `:ceil` may follow where it begins with mx. Throws Error if a
-/// name or modifier is unknown or not supported yet, for an integer without a scale, and for `exact` and `fp32` with
-/// one.
+/// Reads an element, which its scale and rule may follow: `bf16`, `int8:row`, `int8:group32`, `e4m3:tile16`,
+/// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; or the name of a format with scales, which `:floor` or `:ceil`
+/// may follow where it begins with mx. Throws Error if a name or modifier is unknown or not supported yet, for an
+/// integer without a scale, and for `exact` and `fp32` with one.
 Format parse_format(std::string_view text);
 
 /// Every element format but `exact`.

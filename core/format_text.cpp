@@ -17,8 +17,8 @@ Format in_blocks(const Element& element, std::int64_t extent, ScaleRule rule) {
 }
 
 // Named in the project's vocabulary, to be told from a typing error.
-constexpr std::string_view kLaterModifiers[] = {"tensor", "head", "sr", "hadamard"};
-constexpr std::string_view kLaterStems[] = {"tile", "ef=", "cap="};
+constexpr std::string_view kLaterModifiers[] = {"tensor", "sr", "hadamard"};
+constexpr std::string_view kLaterStems[] = {"ef="};
 
 bool known_later(std::string_view modifier) {
   return std::ranges::find(kLaterModifiers, modifier) != std::end(kLaterModifiers) ||
@@ -28,13 +28,20 @@ bool known_later(std::string_view modifier) {
 }
 
 /// The number at the end of a modifier such as group32; none where it is no number.
-std::optional<std::int64_t> number_behind(std::string_view stem, std::string_view modifier) {
+template <class Number>
+std::optional<Number> number_behind(std::string_view stem, std::string_view modifier) {
   if (!modifier.starts_with(stem)) return {};
-  std::int64_t number = 0;
+  Number number = 0;
   const char* end = modifier.data() + modifier.size();
   const auto [stop, error] = std::from_chars(modifier.data() + stem.size(), end, number);
   if (error != std::errc{} || stop != end) return {};
   return number;
+}
+
+/// The fewest digits that read back as x.
+std::string shortest(double x) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, x).ptr};
 }
 
 class Parser {
@@ -80,38 +87,49 @@ class Parser {
 
   void read_modifier(std::string_view modifier) {
     if (known_later(modifier)) wrong("modifier '", modifier, "' is not supported yet");
-    const auto group = number_behind("group", modifier);
-    if (modifier == "row" || group) {
+    const auto group = number_behind<std::int64_t>("group", modifier);
+    const auto tile = number_behind<std::int64_t>("tile", modifier);
+    if (format_.exact()) wrong("exact takes no modifiers, nothing of it is rounded");
+    if (modifier == "row" || modifier == "head" || group || tile) {
       if (named_) wrong("its name says what shares a scale, found '", modifier, "' beside it");
       if (format_.scale != Scale::none) wrong("'", modifier, "' is given twice, or beside another scale");
-      if (group && (*group < 1 || *group > kLongestGroup)) {
-        wrong("expected groups of 1..", kLongestGroup, " elements, found '", modifier, "'");
+      format_.scale = group ? Scale::group : tile ? Scale::tile : modifier == "head" ? Scale::head : Scale::row;
+      format_.extent = group ? *group : tile.value_or(0);
+      if ((group || tile) && (format_.extent < 1 || format_.extent > kLongest)) {
+        wrong("expected ", group ? "groups of 1.." : "tiles of 1..", kLongest, ", found '", modifier, "'");
       }
-      format_.scale = group ? Scale::group : Scale::row;
-      format_.extent = group.value_or(0);
+    } else if (const auto cap = number_behind<double>("cap=", modifier)) {
+      const double max = decode<double>(format_.element, format_.element.max_code);
+      if (format_.cap > 0) wrong("'cap' is given twice");
+      if (!(*cap > 0 && *cap <= max)) wrong("expected a cap above 0 and at most ", max, ", found '", modifier, "'");
+      format_.cap = *cap;
     } else if (modifier == "floor" || modifier == "ceil") {
       if (rule_given_) wrong("'", modifier, "' is given twice, or beside another rule");
       if (format_.rule == ScaleRule::nvfp4) wrong("the scales of nvfp4 are no powers of two, found '", modifier, "'");
       rule_given_ = true;
       format_.rule = modifier == "floor" ? ScaleRule::floor : ScaleRule::ceil;
     } else {
-      wrong("unknown modifier '", modifier, "', expected row, groupN, floor or ceil");
+      wrong("unknown modifier '", modifier, "', expected row, head, groupN, tileN, floor, ceil or cap=X");
     }
   }
 
-  void check() const {
+  void check() {
     const Element& element = format_.element;
+    if (format_.exact()) return;
+    if (format_.cap > 0 && (format_.scale == Scale::none || format_.rule != ScaleRule::amax)) {
+      wrong("a cap for fp32 scales, but none of these: expected row, head, groupN or tileN beside it");
+    }
+    if (format_.cap == decode<double>(element, element.max_code)) format_.cap = 0;
     if (format_.scale == Scale::none) {
       if (element.integer) wrong(element.name, " needs a scale, expected ", element.name, ":row or another");
-      if (rule_given_) wrong("a rule for scales, but no scales: expected row or groupN beside it");
+      if (rule_given_) wrong("a rule for scales, but no scales: expected row, head, groupN or tileN beside it");
       return;
     }
-    if (format_.exact()) wrong("exact takes no scale, nothing of it is rounded");
     // Values near 1 would get a subnormal scale, whose rounding pushes the largest element of a row out of range.
     if (element.mantissa_bits == 23) wrong("fp32 takes no scale, it has the range of the scale itself");
   }
 
-  static constexpr std::int64_t kLongestGroup = std::int64_t{1} << 20;
+  static constexpr std::int64_t kLongest = std::int64_t{1} << 20;
   std::string_view text_;
   Format format_;
   bool named_ = false, rule_given_ = false;
@@ -141,8 +159,12 @@ std::string Format::text() const {
   }
   std::string text(element.name);
   if (scale == Scale::row) text += ":row";
+  if (scale == Scale::head) text += ":head";
   if (scale == Scale::group) text += ":group" + std::to_string(extent);
-  return text + (rule == ScaleRule::floor ? ":floor" : ceil);
+  if (scale == Scale::tile) text += ":tile" + std::to_string(extent);
+  text += rule == ScaleRule::floor ? ":floor" : ceil;
+  if (cap > 0) text += ":cap=" + shortest(cap);
+  return text;
 }
 
 Format parse_format(std::string_view text) { return Parser(text).parse(); }

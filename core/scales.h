@@ -11,13 +11,16 @@
 
 namespace replayssm {
 
-/// body(row, column, count) for every run of elements that share a scale, in the order in which scales are stored.
+/// body(first, count) for every run of elements that share a scale, in the order in which scales are stored.
 /// Always inlined: otherwise GCC reads what the body refers to from memory in every turn of its loops.
 template <class Body>
-[[gnu::always_inline]] inline void for_each_block(const Format& format, std::int64_t rows, std::int64_t n, Body&& body) {
-  const std::int64_t block = format.block(n);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (std::int64_t column = 0; column < n; column += block) body(row, column, std::min(block, n - column));
+[[gnu::always_inline]] inline void for_each_block(const Format& format, std::int64_t rows, std::int64_t n,
+                                                  Body&& body) {
+  const std::int64_t block = format.block(rows, n);
+  const std::int64_t run = format.scale == Scale::group ? n : block;  // groups end where their row does
+  for (std::int64_t first = 0; first < rows * n; first += run) {
+    const std::int64_t end = std::min(first + run, rows * n);
+    for (std::int64_t i = first; i < end; i += block) body(i, std::min(block, end - i));
   }
 }
 
@@ -48,7 +51,7 @@ class Scaler {
   /// For codes whose scale of the head is known.
   Scaler(const Format& format, float head_scale)
       : rule_(format.rule),
-        max_(decode<Real>(format.element, format.element.max_code)),
+        max_(format.cap > 0 ? static_cast<Real>(format.cap) : decode<Real>(format.element, format.element.max_code)),
         wide_max_(__builtin_bit_cast(std::int64_t, static_cast<double>(max_))),
         head_scale_(head_scale) {}
 
@@ -108,7 +111,7 @@ class Scaler {
   }
 
   ScaleRule rule_;
-  Real max_;               // the largest value of the element
+  Real max_;               // the largest value of the element, or the cap
   std::int64_t wide_max_;  // its bits as a double
   float head_scale_;
 };

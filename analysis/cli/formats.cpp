@@ -17,7 +17,7 @@ std::string beyond(const Element& e) {
 
 /// Bits of an element with its share of the scales, in rows that scales divide evenly.
 double bits_with_scales(const Format& f) {
-  return f.element.storage_bits + 8.0 * static_cast<double>(f.scale_width()) / static_cast<double>(f.block(128));
+  return f.element.storage_bits + 8.0 * static_cast<double>(f.scale_width()) / static_cast<double>(f.block(128, 128));
 }
 
 void print_table() {
@@ -35,7 +35,10 @@ void print_table() {
                                         : "none or any");
   }
   std::printf("exact      not rounded\n");
-  std::printf("\nscales: ELEMENT:row, ELEMENT:groupN; fp32, or powers of two with :floor or :ceil behind\n\n");
+  std::printf(
+      "\nscales: ELEMENT:row, :groupN, :tileR, :head; fp32, :cap=X below the largest value, or powers of two with "
+      ":floor "
+      "or :ceil\n\n");
   std::printf("%-11s %-8s %5s %15s  %s\n", "in blocks", "element", "block", "bits an element", "scale");
   for (const NamedFormat& named : named_formats()) {
     const Format& f = named.format;
@@ -51,13 +54,17 @@ void print_scales(const Format& f) {
     std::printf("scale: none\n");
     return;
   }
-  const std::string of = f.scale == Scale::row
-                             ? "row [h, p, :]"
-                             : "group of " + std::to_string(f.extent) + " along a row, whose last may be shorter";
-  const std::string whose = f.rule == ScaleRule::nvfp4 ? "head" : f.scale == Scale::row ? "row" : "group";
+  std::string whose = "head", of = "head";
+  if (f.scale == Scale::row) whose = "row", of = "row [h, p, :]";
+  if (f.scale == Scale::tile) whose = "tile", of = "tile of " + std::to_string(f.extent) + " rows of a head";
+  if (f.scale == Scale::group) {
+    whose = f.rule == ScaleRule::nvfp4 ? "head" : "group";
+    of = "group of " + std::to_string(f.extent) + " along a row, whose last may be shorter";
+  }
   switch (f.rule) {
     case ScaleRule::amax:
-      std::printf("scale: one fp32 for each %s, float(amax / %.9g), 1 where that is 0\n", of.c_str(), max);
+      std::printf("scale: one fp32 for each %s, float(amax / %.9g), 1 where that is 0\n", of.c_str(),
+                  f.cap > 0 ? f.cap : max);
       break;
     case ScaleRule::floor:
       std::printf(

@@ -23,6 +23,9 @@ std::vector<Format> all_formats() {
     if (element.name == "fp32") continue;
     formats.push_back({element, Scale::row});
     formats.push_back({element, Scale::group, ScaleRule::amax, 5});
+    formats.push_back({element, Scale::tile, ScaleRule::amax, 2});
+    formats.push_back({element, Scale::head});
+    formats.push_back({element, Scale::row, ScaleRule::amax, 0, 0.75 * decode<double>(element, element.max_code)});
     formats.push_back({element, Scale::row, ScaleRule::ceil});
     formats.push_back({element, Scale::group, ScaleRule::floor, 4});
   }
@@ -75,7 +78,8 @@ TYPED_TEST(CodesOf, EveryFormatGivesItsRowsBack) {
 
 TEST(CodesOf, WhatIsNotRoundedIsRefused) {
   const std::vector<double> row = {1, 1.0 / 3, -2, 0.1};
-  for (const char* format : {"bf16", "e4m3:row", "int8:row", "int4:row", "mxfp4", "nvfp4", "int8:group2"}) {
+  for (const char* format :
+       {"bf16", "e4m3:row", "int8:row", "int4:row", "mxfp4", "nvfp4", "int8:group2", "int8:head"}) {
     expect_error([&] { codes_of_rounded(parse_format(format), row.data(), 1, 4); }, {"row 0", format});
   }
   expect_error([&] { codes_of_rounded(parse_format("exact"), row.data(), 1, 4); }, {"exact"});
@@ -189,8 +193,9 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
     const string scales = format.scale == Scale::none ? "" : named_by("scales");
     const string head_scales = format.head_scale_width() == 0 ? "" : named_by("head_scales");
     EXPECT_EQ(file.attribute(name, "code_bits"), TraceAttribute(std::int64_t{format.element.storage_bits}));
-    EXPECT_EQ(file.attribute(name, "block"),
-              TraceAttribute(format.scale == Scale::none ? std::int64_t{0} : format.block(shape.state_dim)));
+    EXPECT_EQ(
+        file.attribute(name, "block"),
+        TraceAttribute(format.scale == Scale::none ? std::int64_t{0} : format.block(shape.head_dim, shape.state_dim)));
     if (format.scale != Scale::none) {
       EXPECT_EQ(file.attribute(name, "scale_format"), TraceAttribute(format.rule == ScaleRule::amax    ? "fp32"
                                                                      : format.rule == ScaleRule::nvfp4 ? "e4m3"
@@ -212,7 +217,8 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
                                    parse_policy("replay(L=4, anchor=exact, read=e5m2)"),
                                    parse_policy("eager(state=nvfp4)"),
                                    parse_policy("replay(L=4, state=mxfp6_e3m2:ceil)"),
-                                   parse_policy("replay(L=3, anchor=int16:group8, read=mxfp8_e4m3)")};
+                                   parse_policy("replay(L=3, anchor=int16:group8, read=mxfp8_e4m3)"),
+                                   parse_policy("replay(L=4, anchor=int8:tile3, read=e4m3:head)")};
   double bytes_ = 0;
 };
 

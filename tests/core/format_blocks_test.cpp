@@ -328,6 +328,41 @@ TYPED_TEST(Blocks, OfFp32ScalesAreRowsOfTheirOwn) {
   }
 }
 
+// The elements of a tile, or of a head, are one after the other: a row of all of them has the same scale.
+TYPED_TEST(Blocks, OfRowsAreOneLongRow) {
+  using Real = TypeParam;
+  std::mt19937_64 random(9);
+  for (const char* rest : {"", ":floor", ":ceil", ":cap=3.5"}) {
+    for (const std::string element : {"e4m3", "int8"}) {
+      const std::vector<Real> data = RandomRow<Real>(random, 7 * 9, 0);
+      std::vector<Real> tiles, head = data;
+      for (int row = 0; row < 7; row += 3) {  // of 3, 3 and 1 rows
+        std::vector<Real> tile(data.begin() + row * 9, data.begin() + std::min(row + 3, 7) * 9);
+        round_rows(parse_format(element + ":row" + rest), tile.data(), 1, std::ssize(tile));
+        tiles.insert(tiles.end(), tile.begin(), tile.end());
+      }
+      round_rows(parse_format(element + ":row" + rest), head.data(), 1, 7 * 9);
+      const Stored<Real> by_tile(parse_format(element + ":tile3" + rest), data, 7);
+      const Stored<Real> by_head(parse_format(element + ":head" + rest), data, 7);
+      for (std::size_t i = 0; i < data.size(); ++i) {
+        EXPECT_EQ(Bits(by_tile.read[i]), Bits(tiles[i])) << element << rest;
+        EXPECT_EQ(Bits(by_head.read[i]), Bits(head[i])) << element << rest;
+      }
+    }
+  }
+}
+
+TYPED_TEST(Blocks, UnderACapUseWhatLiesBelowIt) {
+  using Real = TypeParam;
+  const Stored<Real> stored(parse_format("e4m3:row:cap=240"), {60, -30, 1, 0.01F}, 1);  // scale 1/4
+  float scale = 0;
+  std::memcpy(&scale, stored.scales.data(), 4);
+  EXPECT_EQ(scale, 0.25F);
+  EXPECT_EQ(stored.read[0], 60);
+  EXPECT_EQ(stored.read[3], static_cast<Real>(0x5p-9));  // 0.04 is 10.24 steps of 2^-8
+  EXPECT_EQ(stored.overflows, 0);
+}
+
 TEST(Packing, OfSixBitCodesIsFourToThreeBytes) {
   const Format format = parse_format("e2m3");
   const std::vector<double> row = {0.125, -0.125, 7.5, -7.5, 1};  // codes 0x01, 0x21, 0x1F, 0x3F, 0x08

@@ -235,7 +235,8 @@ TEST(State, StoresEveryFormatAsItsRowsAreRounded) {
     const std::string name(element.name);
     if (!element.integer) formats.push_back(name);
     if (name == "fp32") continue;
-    for (const char* scale : {":row", ":group16", ":row:floor", ":group8:ceil"}) formats.push_back(name + scale);
+    for (const char* scale : {":row", ":group16", ":tile5", ":head", ":row:floor", ":group8:ceil"})
+      formats.push_back(name + scale);
   }
   for (const NamedFormat& named : named_formats()) formats.emplace_back(named.name);
   const RecurrenceShape shape{Recurrence::gated_delta, 2, 1, 37, 41};
