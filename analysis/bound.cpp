@@ -10,6 +10,10 @@
 namespace replayssm {
 namespace {
 
+/// What rounding can add, in half spacings: all of a spacing toward zero. Stochastic rounding adds f (1 - f) of a
+/// squared spacing in the mean, of which a quarter is the most.
+double worst_of_half(const Format& format) { return format.rounding == Rounding::toward_zero ? 2 : 1; }
+
 /// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of those
 /// that share its scale.
 double relative_error2(const Format& format) {
@@ -24,7 +28,7 @@ double relative_error2(const Format& format) {
   const double beyond = format.rule == ScaleRule::floor ? 1 - max / (2 * top) : 0;
   const double half_step =
       e.integer ? std::ldexp(1.0, e.emin - e.mantissa_bits - 1) / least : std::ldexp(1.0, -e.mantissa_bits - 1);
-  return std::pow(std::max(half_step, beyond), 2);
+  return std::pow(std::max(worst_of_half(format) * half_step, beyond), 2);
 }
 
 double dot(const double* x, const double* y, std::int64_t n) {
@@ -50,8 +54,9 @@ void add_rounding_errors(const Format& format, const double* state, std::int64_t
   if (format.exact()) return;
   const Element& e = format.element;
   const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
+  const double worst = worst_of_half(format);
   const auto add = [&](const double* x, std::int64_t count, double scale, double* sum) {
-    const double inverse = 1 / scale, half_last_place = std::ldexp(scale, -e.mantissa_bits - 1);
+    const double inverse = 1 / scale, half_last_place = worst * std::ldexp(scale, -e.mantissa_bits - 1);
     for (std::int64_t i = 0; i < count; ++i) {
       const double size = std::abs(x[i]);
       const double half_spacing = power_of_two_below(std::max(size * inverse, smallest)) * half_last_place;

@@ -184,7 +184,8 @@ void LayerObserver::add_states(const LayerChunk& chunk, const RecurrenceShape& s
       heads[head].read_copy = compare(read_copy);
     }
     std::vector<double> once(reference, reference + size);
-    round_rows(format, once.data(), shape.head_dim, shape.state_dim);
+    const Draw draw{.token = static_cast<std::uint32_t>(chunk.first_token), .head = static_cast<std::uint32_t>(h)};
+    round_rows(format, once.data(), shape.head_dim, shape.state_dim, draw);
     for (std::int64_t i = 0; i < size; ++i) {
       const double error = once[static_cast<std::size_t>(i)] - reference[i];
       c.written2[head] += error * error;

@@ -27,7 +27,7 @@ StallTrack::StallTrack(const RecurrenceShape& shape, const Policy& policy)
 
 Standstill StallTrack::advance(const HeadInputs<double>& inputs, std::int64_t tokens) {
   Standstill sum;
-  if (format_.exact()) return sum;
+  if (format_.exact() || format_.rounding == Rounding::stochastic) return sum;
   std::vector<double> y(static_cast<std::size_t>(std::min(tokens, length_) * state_.shape().head_dim));
   for (std::int64_t t = 0; t < tokens;) {
     const std::int64_t steps = std::min(length_ - since_store_, tokens - t);

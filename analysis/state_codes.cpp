@@ -111,7 +111,9 @@ std::vector<float> head_scales(const Format& format, const Real* data, std::int6
 }  // namespace
 
 template <class Real>
-StoredRows codes_of_rounded(const Format& format, const Real* data, std::int64_t rows, std::int64_t n) {
+StoredRows codes_of_rounded(const Format& rounded_to, const Real* data, std::int64_t rows, std::int64_t n) {
+  Format format = rounded_to;
+  format.rounding = Rounding::nearest;  // to the value next to a quotient, however that was rounded
   StoredRows out;
   out.codes.resize(static_cast<std::size_t>(rows * format.code_bytes(n)));
   if (format.scale != Scale::none) {
@@ -120,7 +122,7 @@ StoredRows codes_of_rounded(const Format& format, const Real* data, std::int64_t
       out.scales = scales_of(format, head_scale, data, rows, n, &bad_row);
       if (bad_row < 0) break;
     }
-    if (bad_row >= 0) fail("row ", bad_row, " of a state holds values that ", format.text(), " does not have");
+    if (bad_row >= 0) fail("row ", bad_row, " of a state holds values that ", rounded_to.text(), " does not have");
     encode_scaled(format, data, rows, n, out.scales.data(), out.codes.data());
     return out;
   }
@@ -129,7 +131,7 @@ StoredRows codes_of_rounded(const Format& format, const Real* data, std::int64_t
   decode_rows(format, out.codes.data(), nullptr, rows, n, back.data());
   for (std::int64_t i = 0; i < rows * n; ++i) {
     if (same(back[static_cast<std::size_t>(i)], data[i])) continue;
-    fail("row ", i / n, " of a state holds values that ", format.text(), " does not have");
+    fail("row ", i / n, " of a state holds values that ", rounded_to.text(), " does not have");
   }
   return out;
 }

@@ -142,8 +142,9 @@ class Rounder {
         specials_(element.specials),
         smallest_(magnitude(1)),
         half_smallest_(emin_ == 1 ? smallest_ >> 1 : smallest_ - kLeading),
-        overflow_above_(magnitude(max_code_)),
-        beyond_(overflow_above_),
+        largest_(magnitude(max_code_)),
+        overflow_above_(largest_),
+        beyond_(largest_),
         // A NaN keeps the part of its payload that fits; where nothing is left of it the least one keeps it a NaN.
         nan_mask_(specials_ == Specials::infinity_and_nan ? -static_cast<Int>(unit_) : 0),
         nan_least_(specials_ == Specials::infinity_and_nan ? kInfinity + static_cast<Int>(unit_)
@@ -163,7 +164,10 @@ class Rounder {
   REPLAYSSM_HOST_DEVICE static constexpr Float value(Int bits) { return __builtin_bit_cast(Float, bits); }
   REPLAYSSM_HOST_DEVICE static constexpr Int magnitude_of(Float x) { return bits(x) & ~kSign; }
 
-  /// The largest magnitude that stays in range when rounded; NaN and infinity are above it.
+  /// The magnitude of the element's largest value.
+  REPLAYSSM_HOST_DEVICE constexpr Int largest() const { return largest_; }
+
+  /// The largest magnitude that stays in range when rounded to nearest; NaN and infinity are above it.
   REPLAYSSM_HOST_DEVICE constexpr Int overflow_above() const { return overflow_above_; }
 
   /// x to the nearest value, ties to the even code; the whole line of numbers, infinities and NaN.
@@ -173,6 +177,36 @@ class Rounder {
     Int r = a > half_smallest_ ? nearest(a) : 0;
     r = a > overflow_above_ ? beyond_ : r;
     r = a > kInfinity ? nan : r;
+    return value(r | (bits(x) & (r > 0 && r <= kInfinity ? kSign : zero_sign_)));
+  }
+
+  /// The magnitude a cut to the next value toward zero, as if there were no largest.
+  REPLAYSSM_HOST_DEVICE constexpr Int cut(Int a) const {
+    return a < smallest_ ? 0 : static_cast<Int>(static_cast<Word>(a) & (0 - unit(a)));
+  }
+
+  /// The magnitude a to the value below or the one above it, as if there were no largest: up with the probability
+  /// floor(f 2^bits) / 2^bits, where f is the part of the step that a lies above the lower one. Of `random`, uniform in
+  /// 32 bits, the first `bits` (1 to 32) are added to those of a step. A value of the element stays where it is.
+  REPLAYSSM_HOST_DEVICE constexpr Int drawn(Int a, std::uint32_t random, int bits) const {
+    const Word r = random >> (32 - bits);
+    if (a < smallest_ && emin_ != 1) {
+      const Int shift = kMantissa - bits + (smallest_ >> kMantissa) - (a >> kMantissa);
+      const auto significand = static_cast<std::uint64_t>((a & (kLeading - 1)) | kLeading);
+      const std::uint64_t f = shift > kMantissa ? 0 : shift >= 0 ? significand >> shift : significand << -shift;
+      return (f + r) >> bits != 0 ? smallest_ : 0;
+    }
+    // Added before anything is cut off, so that a carry runs into the exponent.
+    const Word noise = unit_log2(a) >= bits ? r << (unit_log2(a) - bits) : r >> (bits - unit_log2(a));
+    return static_cast<Int>((static_cast<Word>(a) + noise) & (0 - unit(a)));
+  }
+
+  /// x with the magnitude r that it was rounded to, or what lies beyond the range. `finite`: a finite x that is beyond
+  /// becomes the largest value and never infinity, as rounding toward zero has it (IEEE 754-2019, 7.4).
+  REPLAYSSM_HOST_DEVICE constexpr Float limited(Float x, Int r, bool finite) const {
+    const Int a = magnitude_of(x);
+    if (a > kInfinity) return round(x);
+    if (r > largest_) r = finite && a < kInfinity ? largest_ : beyond_;
     return value(r | (bits(x) & (r > 0 && r <= kInfinity ? kSign : zero_sign_)));
   }
 
@@ -210,6 +244,11 @@ class Rounder {
     return unit_ << (static_cast<Word>(below > 0 ? below : 0) >> kMantissa);
   }
 
+  REPLAYSSM_HOST_DEVICE constexpr Int unit_log2(Int a) const {
+    const Int below = normal_ - a;
+    return dropped_ + ((below > 0 ? below : 0) >> kMantissa);
+  }
+
   /// A magnitude above half_smallest_ to the nearest, as if there were no largest.
   REPLAYSSM_HOST_DEVICE constexpr Int nearest(Int a) const {
     // Below the smallest value, where the caller settles it, the unit would be above all bits of a.
@@ -233,6 +272,7 @@ class Rounder {
   Specials specials_;
   Int smallest_;
   Int half_smallest_;
+  Int largest_;
   Int overflow_above_;
   Int beyond_;     // what lies above overflow_above_ becomes
   Int nan_mask_;   // the bits a NaN keeps ...

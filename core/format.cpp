@@ -49,6 +49,39 @@ class Adder {
   bool identity_;
 };
 
+// The rounding of single elements in any mode, counting those beyond the range; element i of those that are stored.
+template <class Real>
+class AnyRounder {
+ public:
+  AnyRounder(const Format& format, const Draw& draw) : format_(format), draw_(draw), rounder_(format.element) {}
+
+  Real operator()(Real x, std::int64_t i) {
+    using R = Rounder<Real>;
+    if (format_.rounding == Rounding::nearest) return rounder_.round(x);
+    const bool cut = format_.rounding == Rounding::toward_zero;
+    const Int<Real> a = R::magnitude_of(x);
+    const Int<Real> r = cut ? rounder_.cut(a) : rounder_.drawn(a, word(draw_.first + i), format_.random_bits);
+    overflowed_ += (r > rounder_.largest() && a < R::kInfinity) || (a > R::kInfinity && !format_.element.has_nan());
+    return rounder_.limited(x, r, cut);
+  }
+  std::int64_t overflowed() const { return overflowed_; }
+
+ private:
+  std::uint32_t word(std::int64_t element) {
+    if (element / 4 != quarter_) {
+      quarter_ = element / 4;
+      words_ = draw_.words(quarter_);
+    }
+    return words_.word[element % 4];
+  }
+
+  const Format& format_;
+  const Draw& draw_;
+  const Rounder<Real> rounder_;
+  std::int64_t overflowed_ = 0, quarter_ = -1;
+  Words4 words_ = {};
+};
+
 template <class Real>
 std::int64_t count_finite(const Real* x, std::int64_t n) {
   return std::count_if(x, x + n, [](Real value) { return std::isfinite(value); });
@@ -165,6 +198,32 @@ class StoredScales {
   std::int64_t width_, head_;
 };
 
+// round_rows() in another mode than to nearest: element by element.
+template <class Real>
+std::int64_t round_otherwise(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw) {
+  AnyRounder<Real> round(format, draw);
+  if (format.scale == Scale::none) {
+    for (std::int64_t i = 0; i < rows * n; ++i) data[i] = round(data[i], i);
+    return round.overflowed();
+  }
+  const Scaler<Real> scaler(format, data, rows * n);
+  std::int64_t lost = 0;
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    const Real scale = scaler.value(scaler.code(largest_magnitude(data + first, count)));
+    if (std::isnan(scale)) {
+      lost += count_finite(data + first, count);
+      std::fill_n(data + first, count, std::numeric_limits<Real>::quiet_NaN());
+      return;
+    }
+    for (std::int64_t i = first; i < first + count; ++i) {
+      const std::int64_t before = round.overflowed();
+      data[i] = round(data[i] / scale, i) * scale;
+      lost += round.overflowed() == before && !std::isfinite(data[i]);
+    }
+  });
+  return lost + round.overflowed();
+}
+
 }  // namespace
 
 std::int64_t Format::scales(std::int64_t rows, std::int64_t n) const {
@@ -195,8 +254,9 @@ std::int64_t Format::scale_bytes(std::int64_t rows, std::int64_t n) const {
 std::span<const Element> elements() { return kElements; }
 
 template <class Real>
-std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n) {
+std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw) {
   if (format.exact()) return 0;
+  if (format.rounding != Rounding::nearest) return round_otherwise(format, data, rows, n, draw);
   const Rounder<Real> rounder(format.element);
   const Adder<Real> adder(format.element);
   std::int64_t overflowed = 0;
@@ -215,11 +275,12 @@ std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std
 
 template <class Real>
 void encode_scaled(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, const void* scales,
-                   std::byte* codes) {
+                   std::byte* codes, const Draw& draw) {
   const std::int64_t row_codes = format.code_bytes(n);
   std::fill_n(codes, rows * row_codes, std::byte{0});
+  AnyRounder<Real> round(format, draw);
   const auto put = [&](std::int64_t i, Real x) {
-    store(codes + i / n * row_codes, format.element.storage_bits, i % n, encode(format.element, x));
+    store(codes + i / n * row_codes, format.element.storage_bits, i % n, encode(format.element, round(x, i)));
   };
   if (format.scale == Scale::none) {
     for (std::int64_t i = 0; i < rows * n; ++i) put(i, data[i]);
@@ -237,7 +298,7 @@ void encode_scaled(const Format& format, const Real* data, std::int64_t rows, st
 
 template <class Real>
 void encode_rows(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, std::byte* codes,
-                 void* scales) {
+                 void* scales, const Draw& draw) {
   require_codes(format);
   if (format.scale != Scale::none) {
     const Scaler<Real> scaler(format, data, rows * n);
@@ -247,7 +308,7 @@ void encode_rows(const Format& format, const Real* data, std::int64_t rows, std:
       StoredScales::put(format, scales, next++, scaler.code(largest_magnitude(data + first, count)));
     });
   }
-  encode_scaled(format, data, rows, n, scales, codes);
+  encode_scaled(format, data, rows, n, scales, codes, draw);
 }
 
 template <class Real>
@@ -271,12 +332,14 @@ void decode_rows(const Format& format, const std::byte* codes, const void* scale
   });
 }
 
-template std::int64_t round_rows(const Format&, float*, std::int64_t, std::int64_t);
-template std::int64_t round_rows(const Format&, double*, std::int64_t, std::int64_t);
-template void encode_rows(const Format&, const float*, std::int64_t, std::int64_t, std::byte*, void*);
-template void encode_rows(const Format&, const double*, std::int64_t, std::int64_t, std::byte*, void*);
-template void encode_scaled(const Format&, const float*, std::int64_t, std::int64_t, const void*, std::byte*);
-template void encode_scaled(const Format&, const double*, std::int64_t, std::int64_t, const void*, std::byte*);
+template std::int64_t round_rows(const Format&, float*, std::int64_t, std::int64_t, const Draw&);
+template std::int64_t round_rows(const Format&, double*, std::int64_t, std::int64_t, const Draw&);
+template void encode_rows(const Format&, const float*, std::int64_t, std::int64_t, std::byte*, void*, const Draw&);
+template void encode_rows(const Format&, const double*, std::int64_t, std::int64_t, std::byte*, void*, const Draw&);
+template void encode_scaled(const Format&, const float*, std::int64_t, std::int64_t, const void*, std::byte*,
+                            const Draw&);
+template void encode_scaled(const Format&, const double*, std::int64_t, std::int64_t, const void*, std::byte*,
+                            const Draw&);
 template void decode_rows(const Format&, const std::byte*, const void*, std::int64_t, std::int64_t, float*);
 template void decode_rows(const Format&, const std::byte*, const void*, std::int64_t, std::int64_t, double*);
 

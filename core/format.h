@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/element.h"
+#include "core/random.h"
 
 namespace replayssm {
 
@@ -29,11 +30,19 @@ enum class ScaleRule {
           // b = e4m3(amax / max / s), 1 where that is 0; the scale is s b
 };
 
+/// Which of its two neighbours among the element's values a number becomes. Scales are rounded to nearest always.
+enum class Rounding {
+  nearest,      // the nearer one, ties to the even code
+  toward_zero,  // the one nearer to 0; finite numbers never become infinite
+  stochastic,   // the one farther from 0 with the probability f, the part of the step that the number lies above the
+                // other; f is cut to `random_bits` bits. Values of the element, and infinities, stay as they are
+};
+
 /// How the numbers of a state or a record are stored: an element and what it is scaled by. The default is `exact`.
 ///
 /// Elements x that share a scale s are stored as codes c, in Real (float or double):
 ///
-///     c = round_to(element, x / s)  the quotient rounded in Real
+///     c = round_to(element, x / s)  the quotient rounded in Real, then as `rounding` says
 ///     value = c s                   rounded in Real only
 ///
 /// The exponent of a power of two comes from the bits of amax and is kept in [-127, 127]; -127 where amax is 0.
@@ -50,7 +59,9 @@ struct Format {
   Scale scale = Scale::none;
   ScaleRule rule = ScaleRule::amax;
   std::int64_t extent = 0;  // with Scale::group and Scale::tile
-  double cap = 0;           // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
+  Rounding rounding = Rounding::nearest;
+  int random_bits = 0;  // with Rounding::stochastic: 1 to 32
+  double cap = 0;       // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
 
   /// Whether nothing is rounded.
   bool exact() const { return element.exact(); }
@@ -80,9 +91,10 @@ struct Format {
 };
 
 /// Reads an element, which its scale and rule may follow: `bf16`, `int8:row`, `int8:group32`, `e4m3:tile16`,
-/// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; or the name of a format with scales, which `:floor` or `:ceil`
-/// may follow where it begins with mx. Throws Error if a name or modifier is unknown or not supported yet, for an
-/// integer without a scale, and for `exact` and `fp32` with one.
+/// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; then `rz` (toward zero), `sr` or `sr=B` (stochastic, with 32
+/// or B bits); or the name of a format with scales, which `:floor` or `:ceil` may follow where it begins with mx.
+/// Throws Error if a name or modifier is unknown or not supported yet, for an integer without a scale, and for `exact`
+/// and `fp32` with one.
 Format parse_format(std::string_view text);
 
 /// Every element format but `exact`.
@@ -102,9 +114,9 @@ std::span<const NamedFormat> named_formats();
 ///
 /// Returns how many elements overflowed: finite ones that became infinite or NaN or were saturated, NaN where the
 /// element has none. Real is float or double. The bits are those of decode_rows(encode_rows(data)). `exact` changes
-/// nothing.
+/// nothing. `draw` is what stochastic rounding draws from, and looked at by nothing else.
 template <class Real>
-std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n);
+std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw = {});
 
 /// Stores `rows` contiguous rows of n elements of one head.
 ///
@@ -114,7 +126,7 @@ std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std
 /// where there are none. The codes of elements whose scale is NaN are 0. Throws Error for `exact`, which has no codes.
 template <class Real>
 void encode_rows(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, std::byte* codes,
-                 void* scales);
+                 void* scales, const Draw& draw = {});
 
 /// Reads what encode_rows() stored. Throws Error for `exact`.
 template <class Real>

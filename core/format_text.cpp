@@ -17,7 +17,7 @@ Format in_blocks(const Element& element, std::int64_t extent, ScaleRule rule) {
 }
 
 // Named in the project's vocabulary, to be told from a typing error.
-constexpr std::string_view kLaterModifiers[] = {"tensor", "sr", "hadamard"};
+constexpr std::string_view kLaterModifiers[] = {"tensor", "hadamard"};
 constexpr std::string_view kLaterStems[] = {"ef="};
 
 bool known_later(std::string_view modifier) {
@@ -42,6 +42,23 @@ std::optional<Number> number_behind(std::string_view stem, std::string_view modi
 std::string shortest(double x) {
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, x).ptr};
+}
+
+/// Element and scales.
+std::string scaled_text(const Format& f) {
+  for (const NamedFormat& named : named_formats()) {
+    const bool ceil = f.rule == ScaleRule::ceil && named.format.rule == ScaleRule::floor;
+    if (Format{f.element, f.scale, ceil ? ScaleRule::floor : f.rule, f.extent} != named.format) continue;
+    return std::string(named.name) + (ceil ? ":ceil" : "");
+  }
+  std::string text(f.element.name);
+  if (f.scale == Scale::row) text += ":row";
+  if (f.scale == Scale::head) text += ":head";
+  if (f.scale == Scale::group) text += ":group" + std::to_string(f.extent);
+  if (f.scale == Scale::tile) text += ":tile" + std::to_string(f.extent);
+  if (f.rule == ScaleRule::floor) text += ":floor";
+  if (f.rule == ScaleRule::ceil) text += ":ceil";
+  return text;
 }
 
 class Parser {
@@ -103,13 +120,18 @@ class Parser {
       if (format_.cap > 0) wrong("'cap' is given twice");
       if (!(*cap > 0 && *cap <= max)) wrong("expected a cap above 0 and at most ", max, ", found '", modifier, "'");
       format_.cap = *cap;
+    } else if (const auto bits = number_behind<int>("sr=", modifier); bits || modifier == "sr" || modifier == "rz") {
+      if (format_.rounding != Rounding::nearest) wrong("'", modifier, "' is given twice, or beside another rounding");
+      if (bits && (*bits < 1 || *bits > 32)) wrong("expected 1 to 32 random bits, found '", modifier, "'");
+      format_.rounding = modifier == "rz" ? Rounding::toward_zero : Rounding::stochastic;
+      format_.random_bits = modifier == "rz" ? 0 : bits.value_or(32);
     } else if (modifier == "floor" || modifier == "ceil") {
       if (rule_given_) wrong("'", modifier, "' is given twice, or beside another rule");
       if (format_.rule == ScaleRule::nvfp4) wrong("the scales of nvfp4 are no powers of two, found '", modifier, "'");
       rule_given_ = true;
       format_.rule = modifier == "floor" ? ScaleRule::floor : ScaleRule::ceil;
     } else {
-      wrong("unknown modifier '", modifier, "', expected row, head, groupN, tileN, floor, ceil or cap=X");
+      wrong("unknown modifier '", modifier, "', expected row, head, groupN, tileN, floor, ceil, cap=X, rz, sr or sr=B");
     }
   }
 
@@ -151,19 +173,10 @@ std::span<const NamedFormat> named_formats() {
 }
 
 std::string Format::text() const {
-  const std::string ceil = rule == ScaleRule::ceil ? ":ceil" : "";
-  Format plain = *this;
-  if (rule == ScaleRule::ceil) plain.rule = ScaleRule::floor;
-  for (const NamedFormat& named : named_formats()) {
-    if (named.format == plain) return std::string(named.name) + ceil;
-  }
-  std::string text(element.name);
-  if (scale == Scale::row) text += ":row";
-  if (scale == Scale::head) text += ":head";
-  if (scale == Scale::group) text += ":group" + std::to_string(extent);
-  if (scale == Scale::tile) text += ":tile" + std::to_string(extent);
-  text += rule == ScaleRule::floor ? ":floor" : ceil;
+  std::string text = scaled_text(*this);
   if (cap > 0) text += ":cap=" + shortest(cap);
+  if (rounding == Rounding::toward_zero) text += ":rz";
+  if (rounding == Rounding::stochastic) text += random_bits == 32 ? ":sr" : ":sr=" + std::to_string(random_bits);
   return text;
 }
 

@@ -119,6 +119,6 @@ class Scaler {
 /// The codes of encode_rows() under scales that are given, laid out as there.
 template <class Real>
 void encode_scaled(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, const void* scales,
-                   std::byte* codes);
+                   std::byte* codes, const Draw& draw = {});
 
 }  // namespace replayssm

@@ -48,6 +48,15 @@ void print_table() {
   }
 }
 
+std::string rounding_text(const Format& f) {
+  if (f.rounding == Rounding::toward_zero) return "toward zero; finite numbers never become infinite";
+  if (f.rounding == Rounding::nearest) return "to nearest even";
+  return "stochastic: away from zero with the probability floor(f 2^B) / 2^B, f the part of the step, B = " +
+         std::to_string(f.random_bits) +
+         " bits of Philox4x32-10 (key: --seed; counter: element / 4, token, sequence, "
+         "layer * 65536 + head)";
+}
+
 void print_scales(const Format& f) {
   const double max = decode<double>(f.element, f.element.max_code);
   if (f.scale == Scale::none) {
@@ -100,7 +109,7 @@ void print_format(const std::string& text) {
   if (!e.integer) std::printf("least normal %.9g, ", smallest_normal(e));
   std::printf("unit roundoff %.3g, beyond the range: %s\n",
               e.integer ? smallest_subnormal(e) / 2 : std::ldexp(0.5, -e.mantissa_bits), beyond(e).c_str());
-  std::printf("rounding: once, to nearest even, from the computing precision\n");
+  std::printf("rounding: once, from the computing precision, %s\n", rounding_text(format).c_str());
   print_scales(format);
   if (format.scale == Scale::none && !e.has_nan()) std::printf("not finite: no NaN, which becomes 0 and is counted\n");
   std::printf(

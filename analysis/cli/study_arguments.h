@@ -15,6 +15,7 @@ struct StudyArguments {
   std::string activations;  ///< of the decode kernels; empty where not given
   std::int64_t max_tokens = 0, sequences = 0;
   std::vector<std::string> policy_texts;
+  std::uint64_t seed = 0;
   bool resume = false;
   Machine machine;
 

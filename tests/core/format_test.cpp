@@ -165,6 +165,11 @@ TEST(ParseFormat, ReadsWhatTextPrints) {
                            "int8:head",
                            "e4m3:tile16",
                            "e4m3:row:cap=240",
+                           "fp16:sr",
+                           "bf16:sr=16",
+                           "fp16:rz",
+                           "mxfp4:ceil:sr=8",
+                           "int8:row:cap=99:rz",
                            "int8:group8:cap=99.5",
                            "int4:tile3:floor",
                            "mxfp8_e4m3",
@@ -188,6 +193,8 @@ TEST(ParseFormat, ReadsWhatTextPrints) {
   EXPECT_EQ(parse_format("e4m3:group32:floor").text(), "mxfp8_e4m3");
   EXPECT_EQ(parse_format("e2m1:ceil:group32"), parse_format("mxfp4:ceil"));
   EXPECT_EQ(parse_format("mxint8:ceil").extent, 32);
+  EXPECT_EQ(parse_format("bf16:sr=32").text(), "bf16:sr");
+  EXPECT_EQ(parse_format("int8:sr=3:row").text(), "int8:row:sr=3");
   EXPECT_EQ(parse_format("e4m3:row:cap=448"), parse_format("e4m3:row"));
 }
 
@@ -201,7 +208,7 @@ std::string Refusal(const std::string& text) {
 }
 
 TEST(ParseFormat, TellsWhatIsNotSupportedYetFromWhatIsUnknown) {
-  for (const char* text : {"custom(e=3,m=4)", "fp16:sr", "int8:row:hadamard", "int8:row:ef=int4", "int8:tensor"}) {
+  for (const char* text : {"custom(e=3,m=4)", "int8:row:hadamard", "int8:row:ef=int4", "int8:tensor"}) {
     EXPECT_NE(Refusal(text).find(text), std::string::npos) << Refusal(text);
     EXPECT_NE(Refusal(text).find("not supported yet"), std::string::npos) << Refusal(text);
   }
@@ -237,6 +244,11 @@ TEST(ParseFormat, TellsWhatIsNotSupportedYetFromWhatIsUnknown) {
                                                          {"e4m3:cap=4", "none of these"},
                                                          {"mxfp4:cap=4", "none of these"},
                                                          {"int8:row:cap=9:cap=9", "given twice"},
+                                                         {"fp16:sr=0", "1 to 32"},
+                                                         {"fp16:sr=33", "1 to 32"},
+                                                         {"fp16:sr:rz", "another rounding"},
+                                                         {"fp16:sr=", "unknown modifier"},
+                                                         {"exact:sr", "takes no modifiers"},
                                                          {"int8:tile0", "1..1048576"},
                                                          {"int8:head:row", "another scale"},
                                                          {"fixed8:row", "unknown name"}};
