@@ -48,10 +48,26 @@ std::vector<double> times(const double* x, const std::vector<double>& m, std::in
   return out;
 }
 
+/// Of H x the errors have the squares D, of x they have H D H, which as a matrix is at most the largest of D in each
+/// block of H.
+void add_rotated_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
+  Format inner = format;
+  inner.hadamard = false;
+  std::vector<double> turned(state, state + rows * n), errors(static_cast<std::size_t>(n));
+  hadamard_rows(turned.data(), rows, n);
+  add_rounding_errors(inner, turned.data(), rows, n, errors.data());
+  const std::int64_t size = n & -n;
+  for (std::int64_t first = 0; first < n; first += size) {
+    const double most = *std::max_element(errors.begin() + first, errors.begin() + first + size);
+    for (std::int64_t i = first; i < first + size; ++i) out[i] += most;
+  }
+}
+
 }  // namespace
 
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
   if (format.exact()) return;
+  if (format.hadamard) return add_rotated_errors(format, state, rows, n, out);
   const Element& e = format.element;
   const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
   const double worst = worst_of_half(format);

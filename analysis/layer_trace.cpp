@@ -48,6 +48,9 @@ class HeadRun {
   std::vector<double> state_, decay_;
 };
 
+/// Whether what is stored is kept as codes. Behind a rotation, whose sums are rounded, a value does not tell its code.
+bool has_codes(const Format& format) { return !format.exact() && !format.hadamard; }
+
 TraceType code_type(const Element& element) {
   return element.storage_bits == 32   ? TraceType::uint32
          : element.storage_bits == 16 ? TraceType::uint16
@@ -120,7 +123,7 @@ struct LayerTrace::Layer {
   }
 
   void make_stored(const std::string& path, const Format& format, const std::string& text) {
-    if (format.exact()) return make_states(path, text);
+    if (!has_codes(format)) return make_states(path, text + ", stored as " + format.text());
     const std::int64_t N = shape.state_dim, bits = format.element.storage_bits;
     const bool scaled = format.scale != Scale::none;
     CodeLayout layout{.format = format.text(),
@@ -149,7 +152,7 @@ struct LayerTrace::Layer {
     file.attribute(path, "head_scales", path + "_head_scales");
   }
   void add_stored(const std::string& path, const Format& format, const std::vector<double>& state) {
-    if (format.exact()) return add(path, state);
+    if (!has_codes(format)) return add(path, state);
     const std::int64_t rows = shape.head_dim, N = shape.state_dim;
     StoredRows all;
     std::vector<std::byte> head_scales;
@@ -246,7 +249,7 @@ double LayerTrace::bytes() const {
       if (!selection_.state) continue;
       const Replay schedule = policy.as_replay();
       const auto stored = [&](const Format& f) {
-        if (f.exact()) return real * state;
+        if (!has_codes(f)) return real * state;
         return static_cast<double>(shape.heads * (shape.head_dim * f.code_bytes(shape.state_dim) +
                                                   f.scale_bytes(shape.head_dim, shape.state_dim)));
       };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "core/error.h"
 #include "core/scales.h"
@@ -137,6 +138,12 @@ std::int64_t round_block(const Rounder<Real>& rounder, const Adder<Real>& adder,
   return overflowed;
 }
 
+// The format of what has been multiplied by H.
+Format rotated(Format format) {
+  format.hadamard = false;
+  return format;
+}
+
 void require_codes(const Format& format) {
   if (format.exact()) fail("format 'exact' has no codes: expected one that rounds");
 }
@@ -254,8 +261,32 @@ std::int64_t Format::scale_bytes(std::int64_t rows, std::int64_t n) const {
 std::span<const Element> elements() { return kElements; }
 
 template <class Real>
+void hadamard_rows(Real* data, std::int64_t rows, std::int64_t n) {
+  const std::int64_t size = n & -n;  // the largest power of two in n
+  const Real factor = 1 / std::sqrt(static_cast<Real>(size));
+  for (Real* x = data; x < data + rows * n; x += size) {
+    for (std::int64_t half = 1; half < size; half *= 2) {
+      for (std::int64_t first = 0; first < size; first += 2 * half) {
+        for (std::int64_t i = first; i < first + half; ++i) {
+          const Real a = x[i], b = x[i + half];
+          x[i] = a + b;
+          x[i + half] = a - b;
+        }
+      }
+    }
+    for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
+  }
+}
+
+template <class Real>
 std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw) {
   if (format.exact()) return 0;
+  if (format.hadamard) {
+    hadamard_rows(data, rows, n);
+    const std::int64_t overflowed = round_rows(rotated(format), data, rows, n, draw);
+    hadamard_rows(data, rows, n);
+    return overflowed;
+  }
   if (format.rounding != Rounding::nearest) return round_otherwise(format, data, rows, n, draw);
   const Rounder<Real> rounder(format.element);
   const Adder<Real> adder(format.element);
@@ -300,6 +331,11 @@ template <class Real>
 void encode_rows(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, std::byte* codes,
                  void* scales, const Draw& draw) {
   require_codes(format);
+  if (format.hadamard) {
+    std::vector<Real> turned(data, data + rows * n);
+    hadamard_rows(turned.data(), rows, n);
+    return encode_rows(rotated(format), turned.data(), rows, n, codes, scales, draw);
+  }
   if (format.scale != Scale::none) {
     const Scaler<Real> scaler(format, data, rows * n);
     StoredScales::put_head(format, scales, scaler.head_scale());
@@ -315,6 +351,10 @@ template <class Real>
 void decode_rows(const Format& format, const std::byte* codes, const void* scales, std::int64_t rows, std::int64_t n,
                  Real* data) {
   require_codes(format);
+  if (format.hadamard) {
+    decode_rows(rotated(format), codes, scales, rows, n, data);
+    return hadamard_rows(data, rows, n);
+  }
   const std::int64_t row_codes = format.code_bytes(n);
   const auto get = [&](std::int64_t i) {
     return decode<Real>(format.element, load(codes + i / n * row_codes, format.element.storage_bits, i % n));
@@ -332,6 +372,8 @@ void decode_rows(const Format& format, const std::byte* codes, const void* scale
   });
 }
 
+template void hadamard_rows(float*, std::int64_t, std::int64_t);
+template void hadamard_rows(double*, std::int64_t, std::int64_t);
 template std::int64_t round_rows(const Format&, float*, std::int64_t, std::int64_t, const Draw&);
 template std::int64_t round_rows(const Format&, double*, std::int64_t, std::int64_t, const Draw&);
 template void encode_rows(const Format&, const float*, std::int64_t, std::int64_t, std::byte*, void*, const Draw&);

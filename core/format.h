@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -45,6 +46,10 @@ enum class Rounding {
 ///     c = round_to(element, x / s)  the quotient rounded in Real, then as `rounding` says
 ///     value = c s                   rounded in Real only
 ///
+/// With `hadamard` x is not the row but H x, and what is read back H (c s): H is the orthonormal Sylvester matrix of
+/// neighbours along the row, as many together as the largest power of two that divides the row's length (32 of 96, 64
+/// of 192), its sums by butterflies in Real and then times Real(1 / sqrt(size)). Scales and overflows are those of H x.
+///
 /// The exponent of a power of two comes from the bits of amax and is kept in [-127, 127]; -127 where amax is 0.
 ///
 /// Elements of which one is NaN or infinite, or whose fp32 scale is beyond the range of float, have the scale NaN and
@@ -61,7 +66,8 @@ struct Format {
   std::int64_t extent = 0;  // with Scale::group and Scale::tile
   Rounding rounding = Rounding::nearest;
   int random_bits = 0;  // with Rounding::stochastic: 1 to 32
-  double cap = 0;       // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
+  bool hadamard = false;
+  double cap = 0;  // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
 
   /// Whether nothing is rounded.
   bool exact() const { return element.exact(); }
@@ -92,13 +98,28 @@ struct Format {
 
 /// Reads an element, which its scale and rule may follow: `bf16`, `int8:row`, `int8:group32`, `e4m3:tile16`,
 /// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; then `rz` (toward zero), `sr` or `sr=B` (stochastic, with 32
-/// or B bits); or the name of a format with scales, which `:floor` or `:ceil` may follow where it begins with mx.
-/// Throws Error if a name or modifier is unknown or not supported yet, for an integer without a scale, and for `exact`
-/// and `fp32` with one.
+/// or B bits) and `hadamard`; a name may be custom(e=E,m=M) with bias=B, specials=none|nan|inf|fnuz,
+/// overflow=saturate|inf|nan as CustomElement has them; or the name of a format with scales, which `:floor` or `:ceil`
+/// may follow where it begins with mx. Throws Error if a name or modifier is unknown or not supported yet, for an
+/// integer without a scale, and for `exact` and `fp32` with one.
 Format parse_format(std::string_view text);
 
-/// Every element format but `exact`.
+/// Every element format but `exact` and those of one's own.
 std::span<const Element> elements();
+
+/// What an element of one's own is made of, beside the sign.
+struct CustomElement {
+  int exponent_bits = 0;      ///< 0 to 8; 0 makes an integer type, of mantissa_bits bits of magnitude
+  int mantissa_bits = 0;      ///< 1 to 23
+  std::optional<int> bias{};  ///< where not given 2^(exponent_bits - 1) - 1
+  Specials specials = Specials::none;
+  Overflow overflow = Overflow::saturate;
+};
+
+/// The element, named `custom`; codes of less than 8 bits are stored packed, others in 8, 16 or 32 bits. Throws Error,
+/// naming the field as `custom(...)` does, for one outside its range, for values that a float does not have, for an
+/// integer type with a bias or specials, and for an overflow to what the element lacks.
+Element custom_element(const CustomElement& custom);
 
 /// A format that has scales and a name of its own.
 struct NamedFormat {

@@ -116,6 +116,10 @@ class Scaler {
   float head_scale_;
 };
 
+/// Every row times the matrix H of Format, in place; its own inverse.
+template <class Real>
+void hadamard_rows(Real* data, std::int64_t rows, std::int64_t n);
+
 /// The codes of encode_rows() under scales that are given, laid out as there.
 template <class Real>
 void encode_scaled(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, const void* scales,

@@ -110,6 +110,11 @@ void print_format(const std::string& text) {
   std::printf("unit roundoff %.3g, beyond the range: %s\n",
               e.integer ? smallest_subnormal(e) / 2 : std::ldexp(0.5, -e.mantissa_bits), beyond(e).c_str());
   std::printf("rounding: once, from the computing precision, %s\n", rounding_text(format).c_str());
+  if (format.hadamard) {
+    std::printf(
+        "rotation: each row by an orthonormal Sylvester matrix before rounding and after decoding, as many "
+        "neighbours together as the largest power of two that divides the row\n");
+  }
   print_scales(format);
   if (format.scale == Scale::none && !e.has_nan()) std::printf("not finite: no NaN, which becomes 0 and is counted\n");
   std::printf(

@@ -25,7 +25,8 @@ std::vector<Format> all_formats() {
     formats.push_back({element, Scale::group, ScaleRule::amax, 5});
     formats.push_back({element, Scale::tile, ScaleRule::amax, 2});
     formats.push_back({element, Scale::head});
-    formats.push_back({.element = element, .scale = Scale::row, .cap = 0.75 * decode<double>(element, element.max_code)});
+    formats.push_back(
+        {.element = element, .scale = Scale::row, .cap = 0.75 * decode<double>(element, element.max_code)});
     formats.push_back({element, Scale::row, ScaleRule::ceil});
     formats.push_back({element, Scale::group, ScaleRule::floor, 4});
   }
@@ -219,7 +220,8 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
                                    parse_policy("replay(L=4, state=mxfp6_e3m2:ceil)"),
                                    parse_policy("replay(L=3, anchor=int16:group8, read=mxfp8_e4m3)"),
                                    parse_policy("replay(L=4, anchor=int8:tile3, read=e4m3:head)"),
-                                   parse_policy("replay(L=3, anchor=int8:row:sr, read=mxfp4:rz)")};
+                                   parse_policy("replay(L=3, anchor=int8:row:sr, read=mxfp4:rz)"),
+                                   parse_policy("replay(L=4, anchor=custom(e=4,m=5), read=int8:row:hadamard)")};
   double bytes_ = 0;
 };
 
