@@ -193,6 +193,21 @@ TEST(Stochastic, HasTheProbabilityOfTheDistance) {
   }
 }
 
+// Half of a step goes up where the first bit of its word is set: word i % 4 of the counter i / 4, i counted in the
+// head.
+TEST(Stochastic, GivesEveryElementItsOwnWord) {
+  for (const std::int64_t first : {0, 5, 4096}) {
+    const Draw draw{.place = {9, 8, 7}, .token = 6, .head = 5, .first = first};
+    std::vector<double> row(67, 1 + 0x1p-8);
+    round_rows(parse_format("bf16:sr"), row.data(), 1, 67, draw);
+    for (std::int64_t i = 0; i < 67; ++i) {
+      const auto quarter = static_cast<std::uint32_t>((first + i) / 4);
+      const std::uint32_t word = philox4x32_10({{quarter, 6, 8, 7 * 65536 + 5}}, 9).word[(first + i) % 4];
+      EXPECT_EQ(row[static_cast<std::size_t>(i)], word >> 31 ? 1 + 0x1p-7 : 1) << first << " " << i;
+    }
+  }
+}
+
 // What goes up beyond the largest value is beyond the range; what comes down is not.
 TEST(Stochastic, CountsWhatIsDrawnBeyondTheRange) {
   for (const char* text : {"fp16:sr", "e4m3:sr"}) {
