@@ -5,14 +5,30 @@
 #include <functional>
 
 #include "core/real.h"
+#include "core/scales.h"
 
 namespace replayssm {
 namespace {
 
-/// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of its
-/// row.
+/// What rounding can add, in half spacings: all of a spacing toward zero. Stochastic rounding adds f (1 - f) of a
+/// squared spacing in the mean, of which a quarter is the most.
+double worst_of_half(const Format& format) { return format.rounding == Rounding::toward_zero ? 2 : 1; }
+
+/// Largest square of the relative rounding error of a normal number; of a scaled one relative to the largest of those
+/// that share its scale.
 double relative_error2(const Format& format) {
-  return format.exact() ? 0 : std::ldexp(1.0, -2 * (format.element.mantissa_bits + 1));
+  if (format.exact()) return 0;
+  const Element& e = format.element;
+  const double max = format.cap > 0 ? format.cap : decode<double>(e, e.max_code), top = power_of_two_below(max);
+  // The least that the largest element over the scale can be, and what is beyond the range of the element.
+  const double least = format.rule == ScaleRule::amax    ? max
+                       : format.rule == ScaleRule::floor ? top
+                       : format.rule == ScaleRule::ceil  ? max / 2
+                                                         : max * (1 - 0x1p-4);
+  const double beyond = format.rule == ScaleRule::floor ? 1 - max / (2 * top) : 0;
+  const double half_step =
+      e.integer ? std::ldexp(1.0, e.emin - e.mantissa_bits - 1) / least : std::ldexp(1.0, -e.mantissa_bits - 1);
+  return std::pow(std::max(worst_of_half(format) * half_step, beyond), 2);
 }
 
 double dot(const double* x, const double* y, std::int64_t n) {
@@ -32,27 +48,51 @@ std::vector<double> times(const double* x, const std::vector<double>& m, std::in
   return out;
 }
 
+/// Of H x the errors have the squares D, of x they have H D H, which as a matrix is at most the largest of D in each
+/// block of H.
+void add_rotated_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
+  Format inner = format;
+  inner.hadamard = false;
+  std::vector<double> turned(state, state + rows * n), errors(static_cast<std::size_t>(n));
+  hadamard_rows(turned.data(), rows, n);
+  add_rounding_errors(inner, turned.data(), rows, n, errors.data());
+  const std::int64_t size = n & -n;
+  for (std::int64_t first = 0; first < n; first += size) {
+    const double most = *std::max_element(errors.begin() + first, errors.begin() + first + size);
+    for (std::int64_t i = first; i < first + size; ++i) out[i] += most;
+  }
+}
+
 }  // namespace
 
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
   if (format.exact()) return;
+  if (format.hadamard) return add_rotated_errors(format, state, rows, n, out);
   const Element& e = format.element;
-  const double largest_code = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const double* x = state + r * n;
-    double scale = 1;
-    if (format.scale == Scale::row) {
-      double amax = 0;
-      for (std::int64_t i = 0; i < n; ++i) amax = std::max(amax, std::abs(x[i]));
-      scale = static_cast<double>(static_cast<float>(amax / largest_code));
-      if (scale == 0) scale = 1;
+  const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
+  const double worst = worst_of_half(format);
+  const auto add = [&](const double* x, std::int64_t count, double scale, double* sum) {
+    const double inverse = 1 / scale, half_last_place = worst * std::ldexp(scale, -e.mantissa_bits - 1);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const double size = std::abs(x[i]);
+      const double half_spacing = power_of_two_below(std::max(size * inverse, smallest)) * half_last_place;
+      const double error = std::max(half_spacing, size - largest * scale);
+      sum[i] += error * error;
     }
-    const double inverse = 1 / scale, half_last_place = std::ldexp(scale, -e.mantissa_bits - 1);
-    for (std::int64_t i = 0; i < n; ++i) {
-      const double error = power_of_two_below(std::max(std::abs(x[i]) * inverse, smallest)) * half_last_place;
-      out[i] += error * error;
-    }
+  };
+  if (format.scale == Scale::none) {
+    for (std::int64_t row = 0; row < rows; ++row) add(state + row * n, n, 1, out);
+    return;
   }
+  const Scaler<double> scaler(format, state, rows * n);
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    const double scale = scaler.value(scaler.code(largest_magnitude(state + first, count)));
+    for (std::int64_t i = first, end = first + count; i < end;) {
+      const std::int64_t column = i % n, part = std::min(n - column, end - i);
+      add(state + i, part, scale, out + column);
+      i += part;
+    }
+  });
 }
 
 LocalBound::LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit)

@@ -85,16 +85,23 @@ void LayerObserver::start_chunk(const LayerChunk& chunk, const RecurrenceShape& 
   if (chunk.first_token == 0) {
     tracks_.assign(heads, HeadTrack(shape));
     bounds_.assign(policies_.size(), {});
+    stalls_.assign(policies_.size(), {});
     for (std::size_t i = 0; i < policies_.size(); ++i) {
       if (!policies_[i].covers(chunk.layer)) continue;
       bounds_[i].assign(heads, LocalBound(shape, policies_[i], unit_roundoff(backend_.recurrence_precision())));
+      stalls_[i].assign(heads, StallTrack({shape.recurrence, 1, 1, shape.head_dim, shape.state_dim}, policies_[i]));
       if (chunk.sequence == 0) start_layer({chunk.layer, i}, shape);
     }
     if (chunk.sequence == 0) log_decay_.assign(heads, 0.0), decays_ = 0;
   }
-  std::vector<std::pair<std::vector<LocalBound>*, std::vector<double>*>> bounds;
+  struct OfPolicy {
+    std::vector<LocalBound>& bounds;
+    std::vector<StallTrack>& stalls;
+    Collected& collected;
+  };
+  std::vector<OfPolicy> covering;
   for (std::size_t i = 0; i < policies_.size(); ++i) {
-    if (!bounds_[i].empty()) bounds.emplace_back(&bounds_[i], &collected_.at({chunk.layer, i}).bound2);
+    if (!bounds_[i].empty()) covering.push_back({bounds_[i], stalls_[i], collected_.at({chunk.layer, i})});
   }
   std::vector<RawHead> raw;
   for (std::int64_t h = 0; h < shape.heads; ++h) raw.push_back(raw_head(backend_, chunk.call, h));
@@ -105,13 +112,16 @@ void LayerObserver::start_chunk(const LayerChunk& chunk, const RecurrenceShape& 
     const HeadInputs<double>& in = prepared.head();
     for (std::int64_t t = 0; t < chunk_tokens_; ++t) {
       const ReferenceStep step = tracks_[head].step(in, t);
-      for (const auto& [bound, bound2] : bounds) {
-        const double b = (*bound)[head].advance(step);
-        (*bound2)[head] += b * b;
+      for (const OfPolicy& policy : covering) {
+        const double b = policy.bounds[head].advance(step);
+        policy.collected.bound2[head] += b * b;
       }
       for (std::int64_t d = 0; d < shape.decay_dim(); ++d) {
         log_decay_[head] += in.log_decay[t][d] / static_cast<double>(shape.decay_dim());
       }
+    }
+    for (const OfPolicy& policy : covering) {
+      policy.collected.standstill[head] += policy.stalls[head].advance(in, chunk_tokens_);
     }
   });
   decays_ += chunk_tokens_;
@@ -126,6 +136,7 @@ void LayerObserver::start_layer(const Key& key, const RecurrenceShape& shape) {
   for (auto* by_head : {&e.y_local_by_head, &e.y_propagated_by_head, &e.state_local_by_head}) by_head->resize(heads);
   e.growth.resize(heads);
   for (auto* sums : {&c.bound2, &c.written2, &c.state2}) sums->assign(heads, 0.0);
+  c.standstill.assign(heads, {});
   for (auto& curve : c.y_error_by_token) curve.assign(tokens_.ids.size(), 0.0);
   c.y_by_token.assign(tokens_.ids.size(), 0.0);
 }
@@ -173,7 +184,8 @@ void LayerObserver::add_states(const LayerChunk& chunk, const RecurrenceShape& s
       heads[head].read_copy = compare(read_copy);
     }
     std::vector<double> once(reference, reference + size);
-    round_rows(format, once.data(), shape.head_dim, shape.state_dim);
+    const Draw draw{.token = static_cast<std::uint32_t>(chunk.first_token), .head = static_cast<std::uint32_t>(h)};
+    round_rows(format, once.data(), shape.head_dim, shape.state_dim, draw);
     for (std::int64_t i = 0; i < size; ++i) {
       const double error = once[static_cast<std::size_t>(i)] - reference[i];
       c.written2[head] += error * error;
@@ -207,6 +219,7 @@ void LayerObserver::finish(LayerErrors& e, const Collected& c, const Policy& pol
     g.sigma = c.state2[h] > 0 ? std::sqrt(c.written2[h] / c.state2[h]) : 0;
     g.predicted = g.sigma / std::sqrt(1 - std::pow(g.decay, 2 * length));
     g.measured = e.state_local_by_head[h].rel_l2();
+    g.still = c.standstill[h].share();
     e.bound_by_head.push_back(SquaredError{c.bound2[h], e.y_local_by_head[h].reference_squares}.relative());
     bound2 += c.bound2[h];
   }

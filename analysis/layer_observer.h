@@ -8,6 +8,7 @@
 
 #include "analysis/bound.h"
 #include "analysis/layer_study.h"
+#include "analysis/stall.h"
 #include "core/state.h"
 
 namespace replayssm {
@@ -47,6 +48,7 @@ class LayerObserver {
   /// What is collected of one policy in one layer besides LayerErrors.
   struct Collected {
     std::vector<double> bound2;            // by head: sum of bound^2
+    std::vector<Standstill> standstill;    // by head
     std::vector<double> written2, state2;  // by head: of what one store loses, and of the state
     std::vector<double> y_error_by_token[2], y_by_token;
   };
@@ -70,6 +72,7 @@ class LayerObserver {
   // Of the layer and sequence at hand, for all policies:
   std::vector<HeadTrack> tracks_;                // [heads]
   std::vector<std::vector<LocalBound>> bounds_;  // [policy][head], none where the policy does not cover the layer
+  std::vector<std::vector<StallTrack>> stalls_;  // the same
   std::vector<double> log_decay_;                // [heads], summed over decays_ tokens of all sequences
   std::int64_t decays_ = 0;
   // Of the chunk at hand:

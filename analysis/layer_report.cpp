@@ -53,7 +53,9 @@ Json growth_json(const std::vector<Growth>& growth) {
                    {"sigma", g.sigma},
                    {"predicted", g.predicted},
                    {"measured", g.measured},
-                   {"holds", g.holds()}});
+                   {"holds", g.holds()},
+                   {"still", g.still},
+                   {"stalls", g.stalls()}});
   }
   return out;
 }
@@ -68,6 +70,7 @@ Json layer_json(const LayerErrors& e) {
           {"bound", {{"y_local", e.bound}, {"y_local_by_head", e.bound_by_head}}},
           {"growth", growth_json(e.growth)},
           {"lawless_heads", e.lawless()},
+          {"stalled_heads", e.stalled()},
           {"y_local_by_head", rel_l2_of(e.y_local_by_head)},
           {"y_propagated_by_head", rel_l2_of(e.y_propagated_by_head)},
           {"state_local_by_head", rel_l2_of(e.state_local_by_head)},
@@ -86,7 +89,7 @@ std::string policy_table(const PolicyLayers& policy) {
   std::string out = policy.result.policy.text() + "   mean KL " + row("%.3e", policy.result.divergence.kl.mean) + "\n";
   out +=
       "layer  kind         y local  bound    y propag.  bias      state local  propag.   read copy  "
-      "growth predicted  measured  worst head  off the law\n";
+      "growth predicted  measured  worst head  off the law, stalled\n";
   for (const LayerErrors& e : policy.layers) {
     const std::size_t worst = worst_head(e.y_local_by_head);
     out += row("%5lld  %-11s %8.2e %8.2e %9.2e %9.1e %12.2e %9.2e ", static_cast<long long>(e.layer), e.kind.c_str(),
@@ -95,7 +98,8 @@ std::string policy_table(const PolicyLayers& policy) {
     out += e.read_copy_local.count > 0 ? row("%10.2e ", e.read_copy_local.rel_l2()) : row("%10s ", "-");
     out += row("%17.2e %9.2e  %4zu %6.0e", rms(e.growth, &Growth::predicted), rms(e.growth, &Growth::measured), worst,
                e.y_local_by_head[worst].rel_l2());
-    out += "  " + heads_text(e.lawless());
+    const std::string stalled = heads_text(e.stalled());
+    out += "  " + heads_text(e.lawless()) + (stalled.empty() ? "" : "; stalled " + stalled);
     out.erase(out.find_last_not_of(' ') + 1);
     out += "\n";
   }
@@ -160,6 +164,9 @@ void write_layers(const std::string& path, const Model& model, const RunFacts& f
       by_head("y_local_by_head", e.y_local_by_head, "over tokens, local");
       by_head("y_propagated_by_head", e.y_propagated_by_head, "over tokens, propagated");
       by_head("state_local_by_head", e.state_local_by_head, "over samples, local");
+      std::vector<double> still;
+      for (const Growth& g : e.growth) still.push_back(g.still);
+      file.dataset(at + "/still_by_head", still, heads, {"1", "share of the state that stands still in a store"});
       file.dataset(at + "/state_local_by_sample", e.state_local_by_sample, samples, {"relative L2", "local"});
       file.dataset(at + "/state_propagated_by_sample", e.state_propagated_by_sample, samples,
                    {"relative L2", "propagated"});

@@ -83,12 +83,20 @@ bool Growth::holds() const {
   return measured <= 2 * predicted && predicted <= 2 * measured;
 }
 
-std::vector<std::int64_t> LayerErrors::lawless() const {
+static std::vector<std::int64_t> heads_where(const std::vector<Growth>& growth, bool (*wanted)(const Growth&)) {
   std::vector<std::int64_t> heads;
   for (std::size_t h = 0; h < growth.size(); ++h) {
-    if (!growth[h].holds()) heads.push_back(static_cast<std::int64_t>(h));
+    if (wanted(growth[h])) heads.push_back(static_cast<std::int64_t>(h));
   }
   return heads;
+}
+
+std::vector<std::int64_t> LayerErrors::lawless() const {
+  return heads_where(growth, [](const Growth& g) { return !g.holds(); });
+}
+
+std::vector<std::int64_t> LayerErrors::stalled() const {
+  return heads_where(growth, [](const Growth& g) { return g.stalls(); });
 }
 
 LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& tokens,

@@ -33,8 +33,12 @@ struct ErrorMoments {
 struct Growth {
   double decay = 0, half_life = 0;  ///< a; tokens
   double sigma = 0, predicted = 0, measured = 0;
+  double still = 0;  ///< share of the state that stands still in a store though it should have moved, see Standstill
   /// The law holds within a factor of 2, or the head's half-life is under 4 tokens, or nothing is rounded.
   bool holds() const;
+  /// Most of the state stands still: its errors are not independent ones, and the memory of the head is more than twice
+  /// as long as the model's.
+  bool stalls() const { return still > 0.5; }
 };
 
 /// One policy in one SSM layer.
@@ -53,6 +57,8 @@ struct LayerErrors {
 
   /// Heads whose growth the law does not describe.
   std::vector<std::int64_t> lawless() const;
+  /// Heads whose state stands still for the most part.
+  std::vector<std::int64_t> stalled() const;
 };
 
 /// What each layer alone contributes to the KL divergence of a policy.

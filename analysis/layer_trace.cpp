@@ -48,17 +48,13 @@ class HeadRun {
   std::vector<double> state_, decay_;
 };
 
-TraceType code_type(const Element& element) {
-  return element.storage_bits == 32 ? TraceType::uint32
-      : element.storage_bits == 16  ? TraceType::uint16
-                                    : TraceType::uint8;
-}
+/// Whether what is stored is kept as codes. Behind a rotation, whose sums are rounded, a value does not tell its code.
+bool has_codes(const Format& format) { return !format.exact() && !format.hadamard; }
 
-template <class Item>
-void append_codes(TraceWriter& file, const std::string& path, const std::vector<std::byte>& codes) {
-  std::vector<Item> items(codes.size() / sizeof(Item));
-  std::memcpy(items.data(), codes.data(), codes.size());
-  file.append(path, items);
+TraceType code_type(const Element& element) {
+  return element.storage_bits == 32   ? TraceType::uint32
+         : element.storage_bits == 16 ? TraceType::uint16
+                                      : TraceType::uint8;
 }
 
 }  // namespace
@@ -127,33 +123,74 @@ struct LayerTrace::Layer {
   }
 
   void make_stored(const std::string& path, const Format& format, const std::string& text) {
-    if (format.exact()) return make_states(path, text);
-    const std::int64_t N = shape.state_dim;
-    const bool packed = format.element.storage_bits == 4, scaled = format.scale == Scale::row;
-    const TraceShape rows = {shape.heads, shape.head_dim};
-    const CodeLayout layout{format.text(), scaled ? N : 0, scaled ? "row" : "none", packed ? 2 : 1};
+    if (!has_codes(format)) return make_states(path, text + ", stored as " + format.text());
+    const std::int64_t N = shape.state_dim, bits = format.element.storage_bits;
+    const bool scaled = format.scale != Scale::none;
+    CodeLayout layout{.format = format.text(),
+                      .block = scaled ? format.block(shape.head_dim, N) : 0,
+                      .scale_layout = "none",
+                      .codes_per_item = bits < 8 ? (8 % bits == 0 ? 8 / bits : 0) : 1,
+                      .code_bits = bits};
+    TraceShape scales = {shape.heads, shape.head_dim};
+    if (format.scale == Scale::row) layout.scale_layout = "row";
+    if (format.scale == Scale::head) layout.scale_layout = "head", scales = {shape.heads};
+    if (format.scale == Scale::tile) {
+      layout.scale_layout = "rows";
+      scales = {shape.heads, format.scales(shape.head_dim, N)};
+    }
+    if (format.scale == Scale::group) {
+      layout.scale_layout = "along N";
+      scales.push_back(format.scales(1, N));
+    }
+    if (format.rule != ScaleRule::amax) layout.scale_format = format.rule == ScaleRule::nvfp4 ? "e4m3" : "e8m0";
     file.appendable_codes(path, code_type(format.element),
-                          {shape.heads, shape.head_dim, packed ? format.code_bytes(N) : N}, layout,
-                          scaled ? std::optional(rows) : std::nullopt, {"code", text});
+                          {shape.heads, shape.head_dim, bits < 8 ? format.code_bytes(N) : N}, layout,
+                          scaled ? std::optional(scales) : std::nullopt, {"code", text});
     file.attribute(path, "dims", std::string("sample, head, head_dim, state_dim"));
+    if (format.head_scale_width() == 0) return;
+    file.appendable(path + "_head_scales", TraceType::float32, {shape.heads}, {"", "scales of the heads of " + path});
+    file.attribute(path, "head_scales", path + "_head_scales");
   }
   void add_stored(const std::string& path, const Format& format, const std::vector<double>& state) {
-    if (format.exact()) return add(path, state);
-    const std::int64_t rows = shape.heads * shape.head_dim, N = shape.state_dim;
-    const StoredRows codes = narrow_states
-        ? codes_of_rounded(format, std::vector<float>(state.begin(), state.end()).data(), rows, N)
-        : codes_of_rounded(format, state.data(), rows, N);
-    switch (code_type(format.element)) {
-      case TraceType::uint32:
-        append_codes<std::uint32_t>(file, path, codes.codes);
-        break;
-      case TraceType::uint16:
-        append_codes<std::uint16_t>(file, path, codes.codes);
-        break;
-      default:
-        append_codes<std::uint8_t>(file, path, codes.codes);
+    if (!has_codes(format)) return add(path, state);
+    const std::int64_t rows = shape.head_dim, N = shape.state_dim;
+    StoredRows all;
+    std::vector<std::byte> head_scales;
+    for (std::int64_t h = 0; h < shape.heads; ++h) {
+      const double* head = state.data() + h * rows * N;
+      const StoredRows codes = narrow_states
+                                   ? codes_of_rounded(format, std::vector<float>(head, head + rows * N).data(), rows, N)
+                                   : codes_of_rounded(format, head, rows, N);
+      const auto scales = codes.scales.begin() + format.head_scale_width();
+      all.codes.insert(all.codes.end(), codes.codes.begin(), codes.codes.end());
+      head_scales.insert(head_scales.end(), codes.scales.begin(), scales);
+      all.scales.insert(all.scales.end(), scales, codes.scales.end());
     }
-    if (!codes.scales.empty()) file.append(path + "_scales", codes.scales);
+    append_items(code_type(format.element), path, all.codes);
+    if (!all.scales.empty()) {
+      append_items(format.scale_width() == 4 ? TraceType::float32 : TraceType::uint8, path + "_scales", all.scales);
+    }
+    if (!head_scales.empty()) append_items(TraceType::float32, path + "_head_scales", head_scales);
+  }
+
+ private:
+  void append_items(TraceType type, const std::string& path, const std::vector<std::byte>& bytes) {
+    switch (type) {
+      case TraceType::float32:
+        return append_as<float>(path, bytes);
+      case TraceType::uint32:
+        return append_as<std::uint32_t>(path, bytes);
+      case TraceType::uint16:
+        return append_as<std::uint16_t>(path, bytes);
+      default:
+        return append_as<std::uint8_t>(path, bytes);
+    }
+  }
+  template <class Item>
+  void append_as(const std::string& path, const std::vector<std::byte>& bytes) {
+    std::vector<Item> items(bytes.size() / sizeof(Item));
+    std::memcpy(items.data(), bytes.data(), bytes.size());
+    file.append(path, items);
   }
 };
 
@@ -212,7 +249,9 @@ double LayerTrace::bytes() const {
       if (!selection_.state) continue;
       const Replay schedule = policy.as_replay();
       const auto stored = [&](const Format& f) {
-        return width * (f.exact() ? real * static_cast<double>(shape.state_dim) : f.row_bytes(shape.state_dim));
+        if (!has_codes(f)) return real * state;
+        return static_cast<double>(shape.heads * (shape.head_dim * f.code_bytes(shape.state_dim) +
+                                                  f.scale_bytes(shape.head_dim, shape.state_dim)));
       };
       sum += 2 * samples * (real * state + stored(schedule.anchor) + (schedule.read ? stored(*schedule.read) : 0));
     }

@@ -134,24 +134,25 @@ Json run_json(const Model& model, const RunFacts& facts) {
   if (!facts.activations.empty()) {
     recurrence = {{"arithmetic", "fp32"}, {"activations", facts.activations}, {"exact_ring", "fp32"}};
   }
-  return {{"command", facts.command},
-          {"version", version()},
-          {"model",
-           {{"path", facts.model_path},
-            {"type", model.type()},
-            {"layers", model.layers().size()},
-            {"ssm_layers", model.ssm_layers()},
-            {"sha256", facts.model_sha256}}},
-          {"tokens_file", facts.tokens_path},
-          {"tokens", facts.tokens},
-          {"sequences", facts.sequences},
-          {"reference", "exact"},
-          {"device", facts.device},
-          {"precision", facts.precision},
-          {"kernels", recurrence},
-          {"seconds", facts.seconds},
-          {"provenance",
-           {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", nullptr}}}};
+  return {
+      {"command", facts.command},
+      {"version", version()},
+      {"model",
+       {{"path", facts.model_path},
+        {"type", model.type()},
+        {"layers", model.layers().size()},
+        {"ssm_layers", model.ssm_layers()},
+        {"sha256", facts.model_sha256}}},
+      {"tokens_file", facts.tokens_path},
+      {"tokens", facts.tokens},
+      {"sequences", facts.sequences},
+      {"reference", "exact"},
+      {"device", facts.device},
+      {"precision", facts.precision},
+      {"kernels", recurrence},
+      {"seconds", facts.seconds},
+      {"provenance",
+       {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", facts.seed}}}};
 }
 
 std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results) {

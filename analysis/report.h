@@ -16,6 +16,7 @@ struct RunFacts {
   std::string device = "cpu", precision = "fp64";
   /// What a device's kernels are fed and write: fp32, fp16 or bf16. Empty where the CPU does everything.
   std::string activations = {};
+  std::uint64_t seed = 0;
   int threads = 1;
   double seconds = 0;
 };

@@ -4,29 +4,45 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "core/error.h"
+#include "core/scales.h"
 
 namespace replayssm {
 namespace {
 
+/// Whether decoding gave the value itself, or a NaN for a NaN.
 template <class Real>
-class RowCodes {
- public:
-  RowCodes(const Format& format, std::int64_t n) : format_(format), n_(n), back_(static_cast<std::size_t>(n)) {}
+bool same(Real a, Real b) {
+  return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+}
 
-  /// Codes and scale of a row, or false where it is none of the format's.
-  bool find(const Real* row, std::byte* codes, float* scale) {
-    encode_rows(format_, row, 1, n_, codes, scale);
-    if (reads_back(row, codes, scale)) return true;
-    if (format_.scale != Scale::row) return false;
-    Real largest(0);  // of those that did not overflow
-    for (std::int64_t i = 0; i < n_; ++i) {
-      if (std::isfinite(row[i])) largest = std::max(largest, std::abs(row[i]));
+/// The scales of blocks of rounded elements, given the scale of the head.
+template <class Real>
+class BlockScales {
+ public:
+  BlockScales(const Format& format, float head_scale) : format_(format), scaler_(format, head_scale) {}
+
+  /// A scale code under which n elements read back, or none.
+  std::optional<std::uint32_t> find(const Real* x, std::int64_t n) const {
+    const std::uint32_t usual = scaler_.code(largest_magnitude(x, n));
+    if (reads_back(x, n, usual)) return usual;
+    if (format_.rule == ScaleRule::amax) return find_float(x, n);
+    for (std::uint32_t code = 0; code < 256; ++code) {
+      if (reads_back(x, n, code)) return code;
     }
-    *scale = 1;
-    divide(row, codes, *scale);
-    if (reads_back(row, codes, scale)) return true;  // nothing but zeros and overflows
+    return {};
+  }
+
+ private:
+  std::optional<std::uint32_t> find_float(const Real* x, std::int64_t n) const {
+    Real largest(0);  // of those that did not overflow
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (std::isfinite(x[i])) largest = std::max(largest, std::abs(x[i]));
+    }
+    const auto bits = [](float scale) { return __builtin_bit_cast(std::uint32_t, scale); };
+    if (reads_back(x, n, bits(1.0F))) return bits(1.0F);  // nothing but zeros and overflows
     // The largest element is one of the codes times the scale, rounded once: that leaves three scales for each code.
     for (std::uint32_t code = format_.element.max_code; code > 0; --code) {
       const Real quotient = largest / decode<Real>(format_.element, code);
@@ -34,48 +50,88 @@ class RowCodes {
       const auto near = static_cast<float>(quotient);
       constexpr float up = std::numeric_limits<float>::infinity();
       for (const float candidate : {near, std::nextafter(near, 0.0F), std::nextafter(near, up)}) {
-        *scale = candidate;
-        if (!(candidate > 0)) continue;
-        divide(row, codes, candidate);
-        if (reads_back(row, codes, scale)) return true;
+        if (candidate > 0 && reads_back(x, n, bits(candidate))) return bits(candidate);
       }
     }
-    return false;
+    return {};
   }
 
- private:
-  /// Codes of row / scale.
-  void divide(const Real* row, std::byte* codes, float scale) {
-    for (std::int64_t i = 0; i < n_; ++i) back_[static_cast<std::size_t>(i)] = row[i] / static_cast<Real>(scale);
-    encode_rows({format_.element, Scale::none}, back_.data(), 1, n_, codes, nullptr);
-  }
-
-  bool reads_back(const Real* row, const std::byte* codes, const float* scale) {
-    decode_rows(format_, codes, scale, 1, n_, back_.data());
-    return std::equal(back_.begin(), back_.end(), row, [](const Real& a, const Real& b) {
-      return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+  bool reads_back(const Real* x, std::int64_t n, std::uint32_t scale_code) const {
+    const Real scale = scaler_.value(scale_code);
+    return std::all_of(x, x + n, [&](Real value) {
+      const std::uint32_t code = std::isnan(scale) ? 0 : encode(format_.element, value / scale);
+      return same(decode<Real>(format_.element, code) * scale, value);
     });
   }
 
   const Format& format_;
-  const std::int64_t n_;
-  std::vector<Real> back_;
+  const Scaler<Real> scaler_;
 };
+
+/// The scales of a head laid out as encode_rows() does; none where a block does not read back.
+template <class Real>
+std::vector<std::byte> scales_of(const Format& format, float head_scale, const Real* data, std::int64_t rows,
+                                 std::int64_t n, std::int64_t* bad_row) {
+  const BlockScales<Real> blocks(format, head_scale);
+  std::vector<std::byte> out(static_cast<std::size_t>(format.head_scale_width()));
+  std::memcpy(out.data(), &head_scale, out.size());
+  *bad_row = -1;
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    if (*bad_row >= 0) return;
+    const std::optional<std::uint32_t> code = blocks.find(data + first, count);
+    if (!code) {
+      *bad_row = first / n;
+      return;
+    }
+    const auto* bytes = reinterpret_cast<const std::byte*>(&*code);
+    out.insert(out.end(), bytes, bytes + format.scale_width());
+  });
+  return out;
+}
+
+/// What the scale of a head may have been, likeliest first: the largest element of the head is a code times the scale
+/// of its block, rounded.
+template <class Real>
+std::vector<float> head_scales(const Format& format, const Real* data, std::int64_t count) {
+  const Scaler<Real> usual(format, data, count);
+  std::vector<float> out = {usual.head_scale()};
+  const Real largest = Rounder<Real>::value(largest_magnitude(data, count));
+  for (std::uint32_t code = format.element.max_code; format.rule == ScaleRule::nvfp4 && code > 0; --code) {
+    for (std::uint32_t block = 0x7E; block > 0; --block) {
+      const auto near =
+          static_cast<float>(largest / decode<Real>(format.element, code) / Scaler<Real>(format, 1.0F).value(block));
+      for (int step = -2; step <= 2; ++step) {
+        out.push_back(__builtin_bit_cast(float, __builtin_bit_cast(std::int32_t, near) + step));
+      }
+    }
+  }
+  return out;
+}
 
 }  // namespace
 
 template <class Real>
-StoredRows codes_of_rounded(const Format& format, const Real* data, std::int64_t rows, std::int64_t n) {
-  const auto row_bytes = static_cast<std::size_t>(format.code_bytes(n));
+StoredRows codes_of_rounded(const Format& rounded_to, const Real* data, std::int64_t rows, std::int64_t n) {
+  Format format = rounded_to;
+  format.rounding = Rounding::nearest;  // to the value next to a quotient, however that was rounded
   StoredRows out;
-  out.codes.resize(static_cast<std::size_t>(rows) * row_bytes);
-  out.scales.resize(format.scale == Scale::row ? static_cast<std::size_t>(rows) : 0);
-  RowCodes<Real> row_codes(format, n);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const auto i = static_cast<std::size_t>(r);
-    float* scale = out.scales.empty() ? nullptr : &out.scales[i];
-    if (row_codes.find(data + r * n, out.codes.data() + i * row_bytes, scale)) continue;
-    fail("row ", r, " of a state holds values that ", format.text(), " does not have");
+  out.codes.resize(static_cast<std::size_t>(rows * format.code_bytes(n)));
+  if (format.scale != Scale::none) {
+    std::int64_t bad_row = 0;
+    for (const float head_scale : head_scales(format, data, rows * n)) {
+      out.scales = scales_of(format, head_scale, data, rows, n, &bad_row);
+      if (bad_row < 0) break;
+    }
+    if (bad_row >= 0) fail("row ", bad_row, " of a state holds values that ", rounded_to.text(), " does not have");
+    encode_scaled(format, data, rows, n, out.scales.data(), out.codes.data());
+    return out;
+  }
+  encode_rows(format, data, rows, n, out.codes.data(), nullptr);
+  std::vector<Real> back(static_cast<std::size_t>(rows * n));
+  decode_rows(format, out.codes.data(), nullptr, rows, n, back.data());
+  for (std::int64_t i = 0; i < rows * n; ++i) {
+    if (same(back[static_cast<std::size_t>(i)], data[i])) continue;
+    fail("row ", i / n, " of a state holds values that ", rounded_to.text(), " does not have");
   }
   return out;
 }

@@ -154,12 +154,13 @@ class Study {
     std::vector<LayerCache> caches(streams_.size());
     std::vector<std::unique_ptr<RecurrentState>> own_local(streams_.size());
     const auto covered = [&](std::size_t s) { return streams_[s].policy.covers(layer); };
+    const StatePlace place{options_.seed, static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(layer)};
     for (std::size_t s = 0; s < streams_.size(); ++s) {
       if (same[s]) continue;
-      caches[s].state = backend_.new_state(shape, covered(s) ? streams_[s].policy : exact_policy());
+      caches[s].state = backend_.new_state(shape, covered(s) ? streams_[s].policy : exact_policy(), place);
       // A stream that enters with the reference's inputs is its own local run.
       const bool separate = options_.local && s > 0 && covered(s) && !equal_inputs[s];
-      if (separate) own_local[s] = backend_.new_state(shape, streams_[s].policy);
+      if (separate) own_local[s] = backend_.new_state(shape, streams_[s].policy, place);
     }
     const LayerCache& reference = caches[0];
     for_chunks(b, [&](std::size_t c, std::int64_t first_token) {

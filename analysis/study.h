@@ -69,6 +69,8 @@ struct StudyOptions {
   int threads = 1;
   /// Also runs every policy on the reference's layer inputs, which doubles the work of the recurrences.
   bool local = false;
+  /// Of stochastic rounding, which draws from it, the sequence, the layer, the head and the token.
+  std::uint64_t seed = 0;
   /// Tokens that go through a layer together, at least 1.
   std::int64_t chunk_tokens = 512;
   Progress progress = {};

@@ -17,7 +17,7 @@ struct Field {
  private:
   double bytes(const char* name, double exact, std::int64_t rows, std::int64_t n) const {
     const Format format = replay.ring.of(name);
-    return real(rows) * (format.exact() ? exact * real(n) : format.row_bytes(n));
+    return real(rows) * (format.exact() ? exact * real(n) : real(format.code_bytes(n) + format.scale_bytes(1, n)));
   }
 };
 
@@ -50,10 +50,9 @@ LayerTraffic::LayerTraffic(const RecurrenceShape& shape, const Policy& policy) {
   const Replay replay = policy.as_replay();
   length_ = replay.length;
   split_ = replay.read.has_value();
-  const double rows = real(shape.heads * shape.head_dim);
   const auto state = [&](const Format& format) {
-    const double codes = real(format.code_bytes(shape.state_dim));
-    return std::pair{rows * codes, rows * (format.row_bytes(shape.state_dim) - codes)};
+    return std::pair{real(shape.heads * shape.head_dim * format.code_bytes(shape.state_dim)),
+                     real(shape.heads * format.scale_bytes(shape.head_dim, shape.state_dim))};
   };
   std::tie(anchor_.codes, anchor_.scales) = state(replay.anchor);
   copy_ = {};

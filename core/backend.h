@@ -129,7 +129,9 @@ class Backend {
   virtual Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionShape& shape,
                            AttentionCache& cache) = 0;
 
-  virtual std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy) = 0;
+  /// The zero state. `place` is what stochastic rounding draws from.
+  virtual std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy,
+                                                    const StatePlace& place = {}) = 0;
   /// Advances a state by the tokens of the call; returns y = S c before D x, [tokens, heads head_dim].
   virtual Tensor advance(RecurrentState& state, const RecurrenceCall& call) = 0;
 

@@ -2,321 +2,156 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 
-// One source for host and device: the functions on single elements use integer operations only, so that no rounding
-// mode, flush-to-zero setting or contraction of either side can change a code.
-#ifdef __CUDACC__
-#define REPLAYSSM_HOST_DEVICE __host__ __device__
-#else
-#define REPLAYSSM_HOST_DEVICE
-#endif
+#include "core/element.h"
+#include "core/random.h"
 
 namespace replayssm {
 
-/// What a value beyond the range of an element becomes: a finite one that rounds past the largest, or an infinity. An
-/// element without infinities turns `infinity` into NaN, one without NaN saturates in every mode.
-enum class Overflow { infinity, saturate, nan };
-
-/// What the codes above the largest finite one mean: nothing, NaN, or first infinity and then NaN.
-enum class Specials { none, nan, infinity_and_nan };
-
-/// How one number is stored: a row of data.
-///
-/// A code is sign, exponent field and mantissa, from the top; with m = mantissa_bits and c the code without its sign
-///
-///     value = +-(c mod 2^m) 2^(emin - m)                          exponent field 0
-///     value = +-(2^m + c mod 2^m) 2^(emin - m + field - 1)        otherwise
-///
-/// An integer type is the same with m bits of magnitude, no exponent field and emin = m, which makes the step 1 and
-/// every value subnormal; its codes are two's complement and have no negative zero.
-struct Element {
-  std::string_view name;
-  int exponent_bits;
-  int mantissa_bits;
-  int emin;                // exponent of the smallest normal value
-  std::uint32_t max_code;  // code of the largest finite value
-  int storage_bits;        // in memory; more than bits() only for tf32
-  Specials specials;
-  bool integer;
-  Overflow overflow;
-
-  /// Bits of a code: sign, exponent field, mantissa.
-  REPLAYSSM_HOST_DEVICE constexpr int bits() const { return 1 + exponent_bits + mantissa_bits; }
-
-  /// Whether it rounds nothing, as kExact: only elements whose codes fit in 32 bits do.
-  REPLAYSSM_HOST_DEVICE constexpr bool exact() const { return bits() > 32; }
-
-  friend bool operator==(const Element&, const Element&) = default;
-};
-
-/// Every element format but `exact`.
-inline constexpr Element kElements[] = {
-    {"fp32", 8, 23, -126, 0x7F7FFFFF, 32, Specials::infinity_and_nan, false, Overflow::infinity},
-    {"tf32", 8, 10, -126, 0x3FBFF, 32, Specials::infinity_and_nan, false, Overflow::infinity},
-    {"fp16", 5, 10, -14, 0x7BFF, 16, Specials::infinity_and_nan, false, Overflow::infinity},
-    {"bf16", 8, 7, -126, 0x7F7F, 16, Specials::infinity_and_nan, false, Overflow::infinity},
-    {"e4m3", 4, 3, -6, 0x7E, 8, Specials::nan, false, Overflow::saturate},
-    {"e5m2", 5, 2, -14, 0x7B, 8, Specials::infinity_and_nan, false, Overflow::saturate},
-    {"int8", 0, 7, 7, 0x7F, 8, Specials::none, true, Overflow::saturate},
-    {"int4", 0, 3, 3, 0x7, 4, Specials::none, true, Overflow::saturate},
-};
-
-/// The element of `exact`: a double as it is. It has no codes of its own.
-inline constexpr Element kExact{"exact", 11, 52, -1022, 0, 64, Specials::infinity_and_nan, false, Overflow::infinity};
-
-namespace detail {
-
-template <class Float>
-struct Binary;  // the IEEE layout of Float; Int holds its bits, signed because vector units compare signed integers
-
-template <>
-struct Binary<float> {
-  using Int = std::int32_t;
-  using Word = std::uint32_t;
-  static constexpr int kWidth = 32, kMantissa = 23, kBias = 127;
-};
-
-template <>
-struct Binary<double> {
-  using Int = std::int64_t;
-  using Word = std::uint64_t;
-  static constexpr int kWidth = 64, kMantissa = 52, kBias = 1023;
-};
-
-}  // namespace detail
-
-/// Rounds to one Element; everything that does not depend on the value is worked out once, in the constructor.
-///
-/// Float is float or double; the element is one of 32 bits or less whose values Float has. A magnitude is the bits of a
-/// Float without the sign: ordered as integers, magnitudes are ordered as values, with infinity and then NaN on top.
-template <class Float>
-class Rounder {
- public:
-  using Int = typename detail::Binary<Float>::Int;
-  using Word = typename detail::Binary<Float>::Word;
-  static constexpr int kMantissa = detail::Binary<Float>::kMantissa;
-  static constexpr int kWidth = detail::Binary<Float>::kWidth;
-  static constexpr Int kSign = static_cast<Int>(Word{1} << (kWidth - 1));
-  static constexpr Int kLeading = Int{1} << kMantissa;
-  static constexpr Int kInfinity = Int{2 * detail::Binary<Float>::kBias + 1} << kMantissa;
-  static constexpr Int kNan = kInfinity | kLeading >> 1;
-
-  REPLAYSSM_HOST_DEVICE constexpr explicit Rounder(const Element& element)
-      : mantissa_(element.mantissa_bits),
-        dropped_(kMantissa - mantissa_),
-        emin_(element.emin + detail::Binary<Float>::kBias),
-        zero_sign_(element.integer ? 0 : kSign),
-        unit_(Word{1} << dropped_),
-        // With all bits kept there are no ties and nothing to be even.
-        odd_(kLeading | (dropped_ == 0 ? 1 : 0)),
-        // Subnormals of Float have the exponent field 0 but the step of field 1, so an element that shares them has the
-        // same unit everywhere.
-        normal_((emin_ == 1 ? 0 : emin_) << kMantissa | (kLeading - 1)),
-        max_code_(static_cast<Int>(element.max_code)),
-        specials_(element.specials),
-        smallest_(magnitude(1)),
-        half_smallest_(emin_ == 1 ? smallest_ >> 1 : smallest_ - kLeading),
-        overflow_above_(magnitude(max_code_)),
-        beyond_(overflow_above_),
-        // A NaN keeps the part of its payload that fits; where nothing is left of it the least one keeps it a NaN.
-        nan_mask_(specials_ == Specials::infinity_and_nan ? -static_cast<Int>(unit_) : 0),
-        nan_least_(specials_ == Specials::infinity_and_nan ? kInfinity + static_cast<Int>(unit_)
-                   : specials_ == Specials::nan            ? kNan
-                                                           : 0) {
-    // The midpoint between the largest value and the next, had there been one, goes to the even one of the two.
-    const Int half = static_cast<Int>(unit(overflow_above_) >> 1);
-    if (half > 0) overflow_above_ += half - (max_code_ & 1);
-    if (element.overflow == Overflow::infinity && specials_ == Specials::infinity_and_nan) {
-      beyond_ = kInfinity;
-    } else if (element.overflow != Overflow::saturate && specials_ != Specials::none) {
-      beyond_ = kNan;
-    }
-  }
-
-  REPLAYSSM_HOST_DEVICE static constexpr Int bits(Float x) { return __builtin_bit_cast(Int, x); }
-  REPLAYSSM_HOST_DEVICE static constexpr Float value(Int bits) { return __builtin_bit_cast(Float, bits); }
-  REPLAYSSM_HOST_DEVICE static constexpr Int magnitude_of(Float x) { return bits(x) & ~kSign; }
-
-  /// The largest magnitude that stays in range when rounded; NaN and infinity are above it.
-  REPLAYSSM_HOST_DEVICE constexpr Int overflow_above() const { return overflow_above_; }
-
-  /// x to the nearest value, ties to the even code; the whole line of numbers, infinities and NaN.
-  REPLAYSSM_HOST_DEVICE constexpr Float round(Float x) const {
-    const Int a = magnitude_of(x);
-    const Int nan = (a & nan_mask_) > nan_least_ ? (a & nan_mask_) : nan_least_;
-    Int r = a > half_smallest_ ? nearest(a) : 0;
-    r = a > overflow_above_ ? beyond_ : r;
-    r = a > kInfinity ? nan : r;
-    return value(r | (bits(x) & (r > 0 ? kSign : zero_sign_)));
-  }
-
-  /// The code, without sign, of a magnitude that is a value of the element.
-  REPLAYSSM_HOST_DEVICE constexpr Int code(Int a) const {
-    if (a == 0) return 0;
-    if (a >= kInfinity) return max_code_ + 1 + (specials_ == Specials::nan ? 0 : (a - kInfinity) >> dropped_);
-    const Int exponent = a >> kMantissa;
-    if (exponent >= emin_ || emin_ == 1) return (a >> dropped_) - ((emin_ - 1) << mantissa_);
-    return ((a & (kLeading - 1)) | kLeading) >> (dropped_ + emin_ - exponent);
-  }
-
-  /// The magnitude of a code without sign.
-  REPLAYSSM_HOST_DEVICE constexpr Int magnitude(Int code) const {
-    if (code == 0) return 0;
-    if (code > max_code_ && specials_ == Specials::nan) return kNan;
-    if (code > max_code_ && specials_ == Specials::infinity_and_nan) {
-      return kInfinity + ((code - max_code_ - 1) << dropped_);
-    }
-    // A subnormal code becomes a normal Float where Float has the exponent for it.
-    Int exponent = emin_;
-    for (; code < Int{1} << mantissa_ && exponent > 1; --exponent) code <<= 1;
-    // The leading bit of a normal value adds the 1 that is subtracted here, and the exponent field of the code its own.
-    return ((exponent - 1) << kMantissa) + (code << dropped_);
-  }
-
- private:
-  /// The place of the last bit that the element has in the magnitude a >= smallest_: unit_ in the normal range, twice
-  /// as much for each exponent below it. Written for GCC to make vector code of: exponents are subtracted where they
-  /// lie, so that the count is shifted down last, and what it shifts is a variable.
-  REPLAYSSM_HOST_DEVICE constexpr Word unit(Int a) const {
-    const Int below = normal_ - a;
-    return unit_ << (static_cast<Word>(below > 0 ? below : 0) >> kMantissa);
-  }
-
-  /// A magnitude above half_smallest_ to the nearest, as if there were no largest.
-  REPLAYSSM_HOST_DEVICE constexpr Int nearest(Int a) const {
-    // Below the smallest value, where the caller settles it, the unit would be above all bits of a.
-    const Int b = a > smallest_ ? a : smallest_;
-    // Adding half a unit, or a little less when the unit's bit is even, and cutting rounds to nearest even; a carry out
-    // of the mantissa raises the exponent, as it should. The leading bit is put in to be the unit's bit where a single
-    // bit of the value is left.
-    const Word u = unit(b);
-    const bool even = (static_cast<Word>(b | odd_) & u) == 0;
-    return static_cast<Int>((static_cast<Word>(b) + (u >> 1) - Word{even}) & (0 - u));
-  }
-
-  Int mantissa_;
-  Int dropped_;    // bits of a mantissa of Float beyond the element's
-  Int emin_;       // exponent field in Float of the element's smallest normal value
-  Int zero_sign_;  // the sign bit where the element has -0
-  Word unit_;
-  Int odd_;     // bits that count as set where a tie looks at the unit's bit
-  Int normal_;  // emin_ in the place of the exponent field, above ones
-  Int max_code_;
-  Specials specials_;
-  Int smallest_;
-  Int half_smallest_;
-  Int overflow_above_;
-  Int beyond_;     // what lies above overflow_above_ becomes
-  Int nan_mask_;   // the bits a NaN keeps ...
-  Int nan_least_;  // ... and the least it becomes
-};
-
-/// x rounded once to the element, nearest even: the value of the code encode(element, x).
-///
-/// Float is float or double; the result is exact in it. A double is rounded from its own bits, never by way of a
-/// float. For another Real (arbitrary precision), round it to odd into a double first - toward zero, then set the last
-/// bit if anything was cut off - and pass that: two bits of slack over every element make the result the single
-/// rounding of the Real.
-///
-/// Beyond the range (above the midpoint between the largest value and the next step; on it where the largest code is
-/// odd) finite values and infinities become what element.overflow says. NaN keeps its sign and the leading bits of its
-/// payload, as far as the element has them; an integer type has no NaN and gives 0, which is why its scale carries it.
-/// A negative value that rounds to 0 gives -0 if the element has it. kExact returns x.
-template <class Float>
-REPLAYSSM_HOST_DEVICE constexpr Float round_to(const Element& element, Float x) {
-  return element.exact() ? x : Rounder<Float>(element).round(x);
-}
-
-/// The code of x rounded as by round_to(), in the low element.bits() bits; integers are two's complement and never
-/// -2^(bits - 1).
-template <class Float>
-REPLAYSSM_HOST_DEVICE constexpr std::uint32_t encode(const Element& element, Float x) {
-  using R = Rounder<Float>;
-  const Float rounded = round_to(element, x);
-  const auto code = static_cast<std::uint32_t>(R(element).code(R::magnitude_of(rounded)));
-  const std::uint32_t sign = std::uint32_t{1} << (element.bits() - 1);
-  if (R::bits(rounded) >= 0) return code;
-  return element.integer ? (0 - code) & (2 * sign - 1) : code | sign;
-}
-
-/// The value of a code, exact in Float; bits above element.bits() are ignored. encode() gives the code back, except for
-/// two that it never makes: the most negative integer, and infinity where the element saturates.
-template <class Float>
-REPLAYSSM_HOST_DEVICE constexpr Float decode(const Element& element, std::uint32_t code) {
-  using R = Rounder<Float>;
-  const std::uint32_t sign = std::uint32_t{1} << (element.bits() - 1);
-  const bool negative = (code & sign) != 0;
-  code &= sign - 1;
-  if (element.integer && negative) code = sign - code;
-  return R::value(R(element).magnitude(static_cast<typename R::Int>(code)) | (negative ? R::kSign : 0));
-}
-
-/// What the stored elements are relative to.
+/// Which elements share a scale.
 enum class Scale {
   none,
-  row,  // one fp32 for each row
+  row,    // those of a row
+  group,  // `extent` neighbours in a row; the last group of a row may be shorter
+  tile,   // those of `extent` rows; the last tile of a head may be shorter
+  head,   // those of all rows of a head
 };
 
-/// How the numbers of a state or a record are stored: an element and its scale. The default is `exact`.
+/// What a scale is and how it follows from the elements x that share it. amax = max |x|; max and emax are the largest
+/// value of the element and its exponent; quotients are rounded in Real.
+enum class ScaleRule {
+  amax,   // fp32: float(amax / max), or float(amax / cap); 1 where that is 0, also by underflow
+  floor,  // one byte, 2^e in E8M0: e = floor(log2 amax) - emax, so that the largest elements may saturate
+  ceil,   // one byte, 2^e in E8M0: the smallest e with amax / 2^e <= max
+  nvfp4,  // one e4m3 code b, beside one fp32 s = float(amax of the head / (448 max)) for each head, 1 where that is 0:
+          // b = e4m3(amax / max / s), 1 where that is 0; the scale is s b
+};
+
+/// Which of its two neighbours among the element's values a number becomes. Scales are rounded to nearest always.
+enum class Rounding {
+  nearest,      // the nearer one, ties to the even code
+  toward_zero,  // the one nearer to 0; finite numbers never become infinite
+  stochastic,   // the one farther from 0 with the probability f, the part of the step that the number lies above the
+                // other; f is cut to `random_bits` bits. Values of the element, and infinities, stay as they are
+};
+
+/// How the numbers of a state or a record are stored: an element and what it is scaled by. The default is `exact`.
 ///
-/// With Scale::row a row x is stored as codes c and a scale s, in Real (float or double):
+/// Elements x that share a scale s are stored as codes c, in Real (float or double):
 ///
-///     s = float(max |x| / max)      the quotient rounded in Real, then to float; 1 where that is 0, also by underflow
-///     c = round_to(element, x / s)  the quotient rounded in Real
+///     c = round_to(element, x / s)  the quotient rounded in Real, then as `rounding` says
 ///     value = c s                   rounded in Real only
 ///
-/// max is the largest value of the element. A row that holds a NaN or an infinity, or whose scale is beyond the range
-/// of float, has the scale NaN and every value NaN: nothing that is not finite is ever turned into a finite value.
+/// With `hadamard` x is not the row but H x, and what is read back H (c s): H is the orthonormal Sylvester matrix of
+/// neighbours along the row, as many together as the largest power of two that divides the row's length (32 of 96, 64
+/// of 192), its sums by butterflies in Real and then times Real(1 / sqrt(size)). Scales and overflows are those of H x.
+///
+/// The exponent of a power of two comes from the bits of amax and is kept in [-127, 127]; -127 where amax is 0.
+///
+/// Elements of which one is NaN or infinite, or whose fp32 scale is beyond the range of float, have the scale NaN and
+/// every value NaN (with nvfp4 those of the whole head, which share s): nothing that is not finite is ever turned into
+/// a finite value by a scaled format. Unscaled elements do what Element says: those without infinity saturate, those
+/// without NaN (e3m2, e2m3, e2m1) make 0 of it, and both are counted.
+///
+/// Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6.3, whose rule is `floor`; `ceil` as in
+/// NVIDIA's recipes for MXFP8 training; NVFP4 as in the Blackwell documentation.
 struct Format {
   Element element = kExact;
   Scale scale = Scale::none;
+  ScaleRule rule = ScaleRule::amax;
+  std::int64_t extent = 0;  // with Scale::group and Scale::tile
+  Rounding rounding = Rounding::nearest;
+  int random_bits = 0;  // with Rounding::stochastic: 1 to 32
+  bool hadamard = false;
+  double cap = 0;  // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
 
   /// Whether nothing is rounded.
   bool exact() const { return element.exact(); }
 
-  /// Bytes of the codes of n elements: ceil(n storage_bits / 8). `exact` counts the 8 bytes of a double.
-  std::int64_t code_bytes(std::int64_t n) const { return (n * element.storage_bits + 7) / 8; }
-
-  /// Bytes of a stored row of n elements with its scale.
-  double row_bytes(std::int64_t n) const {
-    return static_cast<double>(code_bytes(n) + (scale == Scale::row ? std::int64_t{sizeof(float)} : 0));
+  /// Elements that share a scale, of a head of `rows` rows of n elements, as far as there are so many: n without
+  /// scales.
+  std::int64_t block(std::int64_t rows, std::int64_t n) const {
+    return scale == Scale::group ? extent : scale == Scale::tile ? extent * n : scale == Scale::head ? rows * n : n;
   }
+  /// Whether the rows of a head have to be rounded together.
+  bool joins_rows() const { return scale == Scale::tile || scale == Scale::head || rule == ScaleRule::nvfp4; }
+  /// Scales of `rows` rows of n elements, beside the one of a head (nvfp4).
+  std::int64_t scales(std::int64_t rows, std::int64_t n) const;
+  /// Bytes of one scale, 0 without scales, and of the one of a head.
+  std::int64_t scale_width() const;
+  std::int64_t head_scale_width() const { return rule == ScaleRule::nvfp4 ? 4 : 0; }
 
-  /// The name that parse_format() reads: "bf16", "e4m3:row", "exact".
+  /// Bytes of the codes of a row of n elements: ceil(n storage_bits / 8). `exact` counts the 8 bytes of a double.
+  std::int64_t code_bytes(std::int64_t n) const { return (n * element.storage_bits + 7) / 8; }
+  /// Bytes of the scales of `rows` rows of n elements of one head.
+  std::int64_t scale_bytes(std::int64_t rows, std::int64_t n) const;
+
+  /// The name that parse_format() reads: "bf16", "e4m3:row", "mxfp4:ceil", "exact".
   std::string text() const;
 
   friend bool operator==(const Format&, const Format&) = default;
 };
 
-/// Reads `name` or `name:row`. Throws Error if the name or the scale is unknown or not supported yet, for an integer
-/// without a scale, and for `exact` and `fp32` with one.
+/// Reads an element, which its scale and rule may follow: `bf16`, `int8:row`, `int8:group32`, `e4m3:tile16`,
+/// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; then `rz` (toward zero), `sr` or `sr=B` (stochastic, with 32
+/// or B bits) and `hadamard`; a name may be custom(e=E,m=M) with bias=B, specials=none|nan|inf|fnuz,
+/// overflow=saturate|inf|nan as CustomElement has them; or the name of a format with scales, which `:floor` or `:ceil`
+/// may follow where it begins with mx. Throws Error if a name or modifier is unknown or not supported yet, for an
+/// integer without a scale, and for `exact` and `fp32` with one.
 Format parse_format(std::string_view text);
 
-/// Every element format but `exact`, widest first.
+/// Every element format but `exact` and those of one's own.
 std::span<const Element> elements();
 
-/// Stores and reads back, in place, `rows` contiguous rows of n elements: data <- Q(data), as Format describes.
-///
-/// Returns how many finite elements overflowed: they became infinite or NaN, or were saturated. Real is float or
-/// double. The bits are those of decode_rows(encode_rows(data)). `exact` changes nothing.
-template <class Real>
-std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n);
+/// What an element of one's own is made of, beside the sign.
+struct CustomElement {
+  int exponent_bits = 0;      ///< 0 to 8; 0 makes an integer type, of mantissa_bits bits of magnitude
+  int mantissa_bits = 0;      ///< 1 to 23
+  std::optional<int> bias{};  ///< where not given 2^(exponent_bits - 1) - 1
+  Specials specials = Specials::none;
+  Overflow overflow = Overflow::saturate;
+};
 
-/// Stores `rows` contiguous rows of n elements.
+/// The element, named `custom`; codes of less than 8 bits are stored packed, others in 8, 16 or 32 bits. Throws Error,
+/// naming the field as `custom(...)` does, for one outside its range, for values that a float does not have, for an
+/// integer type with a bias or specials, and for an overflow to what the element lacks.
+Element custom_element(const CustomElement& custom);
+
+/// A format that has scales and a name of its own.
+struct NamedFormat {
+  std::string_view name;
+  Format format;
+};
+
+/// mxfp8_e4m3, mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4, mxint8 (rule floor, groups of 32), nvfp4 (groups of 16).
+std::span<const NamedFormat> named_formats();
+
+/// Stores and reads back, in place, `rows` contiguous rows of n elements of one head: data <- Q(data), as Format
+/// describes.
 ///
-/// codes: [rows, format.code_bytes(n)], each code little-endian in its storage; two 4-bit codes share a byte, the
-/// earlier one in the low half. scales: [rows] with Scale::row, otherwise unused and may be null. The codes of a row
-/// whose scale is NaN are 0. Throws Error for `exact`, which has no codes.
+/// Returns how many elements overflowed: finite ones that became infinite or NaN or were saturated, NaN where the
+/// element has none. Real is float or double. The bits are those of decode_rows(encode_rows(data)). `exact` changes
+/// nothing. `draw` is what stochastic rounding draws from, and looked at by nothing else.
+template <class Real>
+std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw = {});
+
+/// Stores `rows` contiguous rows of n elements of one head.
+///
+/// codes: [rows, format.code_bytes(n)], packed from the lowest bit up: a code of 16 bits or more is little-endian, two
+/// 4-bit codes share a byte, the earlier one in the low half, four 6-bit codes three bytes. scales: format.scale_bytes
+/// (rows, n) bytes, the scale of the head first (fp32), then one scale after the other: fp32, E8M0 or e4m3; may be null
+/// where there are none. The codes of elements whose scale is NaN are 0. Throws Error for `exact`, which has no codes.
 template <class Real>
 void encode_rows(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, std::byte* codes,
-                 float* scales);
+                 void* scales, const Draw& draw = {});
 
 /// Reads what encode_rows() stored. Throws Error for `exact`.
 template <class Real>
-void decode_rows(const Format& format, const std::byte* codes, const float* scales, std::int64_t rows, std::int64_t n,
+void decode_rows(const Format& format, const std::byte* codes, const void* scales, std::int64_t rows, std::int64_t n,
                  Real* data);
 
 }  // namespace replayssm

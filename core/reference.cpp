@@ -42,7 +42,8 @@ Real* scratch(std::int64_t count) {
 template <class Real>
 class ReferenceState : public RecurrentState {
  public:
-  ReferenceState(const RecurrenceShape& shape, const Policy& policy) : state(shape, policy) {}
+  ReferenceState(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place)
+      : state(shape, policy, place) {}
   RangeEvents events() const override { return state.events(); }
   std::int64_t held() const override { return state.held(); }
   std::vector<double> effective() override {
@@ -243,8 +244,9 @@ class ReferenceBackend : public Backend {
     return y;
   }
 
-  std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy) override {
-    return std::make_unique<ReferenceState<Real>>(shape, policy);
+  std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy,
+                                            const StatePlace& place) override {
+    return std::make_unique<ReferenceState<Real>>(shape, policy, place);
   }
 
   Tensor advance(RecurrentState& state, const RecurrenceCall& call) override {

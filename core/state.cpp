@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <type_traits>
 
 #include "core/error.h"
 #include "core/lanes.h"
@@ -125,10 +126,15 @@ class State<Real>::Engine {
     }
   }
 
-  /// Rounds rows of a stored state into their format and keeps count of what went out of range at token t.
-  void store(const Format& format, Real* s, std::int64_t rows, std::int64_t t) {
+  /// What stochastic rounding draws from at token t.
+  Draw draw(std::int64_t t, std::int64_t head, std::int64_t first = 0) const {
+    return {state_.place_, static_cast<std::uint32_t>(head_.steps + t), static_cast<std::uint32_t>(head), first};
+  }
+
+  /// Rounds rows from `first` of a stored state into their format and keeps count of what went out of range at token t.
+  void store(const Format& format, Real* s, std::int64_t first, std::int64_t rows, std::int64_t t) {
     if (format.exact()) return;
-    const std::int64_t overflows = round_rows(format, s, rows, N);
+    const std::int64_t overflows = round_rows(format, s, rows, N, draw(t, index_, first * N));
     if (overflows == 0) return;
     auto& events = head_.events;
     events.overflows += overflows;
@@ -137,10 +143,10 @@ class State<Real>::Engine {
   }
 
   void store_checkpoint(std::int64_t t) {
-    store(state_.schedule_.anchor, head_.anchor.data(), P, t);
+    store(state_.schedule_.anchor, head_.anchor.data(), 0, P, t);
     if (split_) {
       head_.read = head_.anchor;
-      store(*state_.schedule_.read, head_.read.data(), P, t);
+      store(*state_.schedule_.read, head_.read.data(), 0, P, t);
     }
     if (sequential_) head_.running = read_copy();
     head_.held = 0;
@@ -150,12 +156,13 @@ class State<Real>::Engine {
   void append(std::int64_t t, std::int64_t i) {
     Ring& ring = head_.ring;
     const auto& formats = state_.ring_;
-    const auto put = [](const Format& format, const Real* from, std::int64_t n, Real* to) {
+    const auto put = [&](const Format& format, const Real* from, std::int64_t n, Real* to, bool shared = false) {
       std::copy(from, from + n, to);
-      if (!format.exact()) round_rows(format, to, 1, n);
+      const std::int64_t per_group = state_.shape_.heads / state_.shape_.groups;
+      if (!format.exact()) round_rows(format, to, 1, n, draw(t, shared ? index_ / per_group * per_group : index_));
     };
     put(formats.v, in_.v[t], P, ring.v.data() + i * P);
-    put(formats.w, in_.w[t], N, ring.w.data() + i * N);
+    put(formats.w, in_.w[t], N, ring.w.data() + i * N, true);
     put(formats.gain, in_.gain[t], 1, ring.gain.data() + i);
     if (in_.rate) {
       ring.log_decay[size(i)] = *in_.rate * ring.gain[size(i)];
@@ -168,19 +175,23 @@ class State<Real>::Engine {
 
   /// Row blocks outermost: the rows of a block stay in the first-level cache over all tokens.
   void eager(std::int64_t tokens, Real* y, std::int64_t y_stride) {
-    constexpr std::int64_t block = 16;
+    const Format& format = state_.schedule_.anchor;
     Vector decays(size(tokens * D)), u(size(P));
     for (std::int64_t t = 0; t < tokens; ++t) decay_of(in_.log_decay[t], decays.data() + t * D);
-    for (std::int64_t first = 0; first < P; first += block) {
-      const std::int64_t rows = std::min(block, P - first);
-      Real* s = head_.anchor.data() + first * N;
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        const Real* decay = decays.data() + t * D;
-        form_u(s, first, rows, in_.record(t), decay, u.data());
-        update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
-        store(state_.schedule_.anchor, s, rows, t);
+    const auto in_blocks_of = [&](auto block) {
+      for (std::int64_t first = 0; first < P; first += block) {
+        const std::int64_t rows = std::min<std::int64_t>(block, P - first);
+        Real* s = head_.anchor.data() + first * N;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const Real* decay = decays.data() + t * D;
+          form_u(s, first, rows, in_.record(t), decay, u.data());
+          update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
+          store(format, s, first, rows, t);
+        }
       }
-    }
+    };
+    // Loops of a length that the compiler knows are faster.
+    format.joins_rows() ? in_blocks_of(P) : in_blocks_of(std::integral_constant<std::int64_t, 16>());
   }
 
   // ---- closed form --------------------------------------------------------------------------------------------------
@@ -273,17 +284,18 @@ class State<Real>::Engine {
       Real* out = y + t * y_stride;
       readout(i, d, z.data() + m * P, in_.c[t], us, out);
       add_scaled(out, dot(r.w, in_.c[t], N), u.data(), P);
-      keep_u(i, u);
+      keep_u(t, i, u);
     }
     head_.held += count;
   }
 
-  /// The u of record i that later outputs use: of the record as it is stored; in an open loop u itself, rounded.
-  void keep_u(std::int64_t i, const Vector& u) {
+  /// The u of record i, token t, that later outputs use: of the record as it is stored; in an open loop u itself,
+  /// rounded.
+  void keep_u(std::int64_t t, std::int64_t i, const Vector& u) {
     Real* kept = head_.ring.u.data() + i * P;
     if (open_) {
       std::copy(u.begin(), u.end(), kept);
-      if (!state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P);
+      if (!state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P, draw(t, index_));
     } else if (state_.ring_.exact) {
       std::copy(u.begin(), u.end(), kept);
     } else if constexpr (Delta) {
@@ -392,7 +404,7 @@ class State<Real>::Engine {
       const Record<Real> r = stored(i);
       const Vector u_stored = open_ ? u : u_from(s, r);
       std::copy(u_stored.begin(), u_stored.end(), kept);
-      if (open_ && !state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P);
+      if (open_ && !state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P, draw(t, index_));
       advance_one(s, r, kept, r.w, ignored.data());
     }
   }
@@ -429,7 +441,8 @@ class State<Real>::Engine {
 };
 
 template <class Real>
-State<Real>::State(const RecurrenceShape& shape, const Policy& policy) : shape_(shape), policy_(policy) {
+State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place)
+    : shape_(shape), policy_(policy), place_(place) {
   if (shape.heads < 1 || shape.groups < 1 || shape.head_dim < 1 || shape.state_dim < 1 ||
       shape.heads % shape.groups != 0) {
     fail("state of ", shape.heads, " heads, ", shape.groups, " groups, head_dim ", shape.head_dim, ", state_dim ",

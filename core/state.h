@@ -30,8 +30,10 @@ struct RangeEvents {
 template <class Real>
 class State {
  public:
-  /// Zero state, empty ring. Throws Error for a shape that is not positive or heads that are no multiple of groups.
-  State(const RecurrenceShape& shape, const Policy& policy);
+  /// Zero state, empty ring. `place` is what stochastic rounding draws from; a token counts from the zero state, and an
+  /// input that the heads of a group share is the first one's. Throws Error for a shape that is not positive or heads
+  /// that are no multiple of groups.
+  State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place = {});
 
   /// Advances head `head` by inputs.tokens steps; y[t] [head_dim] at y + t * y_stride receives S c before D x.
   /// Heads are independent of each other: different heads may be advanced from different threads.
@@ -48,7 +50,8 @@ class State {
   /// The stored checkpoint or anchor, and the copy that outputs read (the same where shared): [head_dim, state_dim].
   const std::vector<Real>& checkpoint(std::int64_t head) const { return heads_[static_cast<std::size_t>(head)].anchor; }
   const std::vector<Real>& read_copy(std::int64_t head) const;
-  /// Starts from a state [heads, head_dim, state_dim] that is stored as it is, without rounding; empties the ring.
+  /// Starts from a state [heads, head_dim, state_dim] that is stored as it is, without rounding; empties the ring. The
+  /// count of tokens goes on.
   void set(const Real* state);
   /// What a flush after the last record would rebuild, unrounded: [head_dim, state_dim].
   std::vector<Real> effective(std::int64_t head);
@@ -71,6 +74,7 @@ class State {
 
   RecurrenceShape shape_;
   Policy policy_;
+  StatePlace place_;
   Replay schedule_;  // an eager state is a replay of length 1
   struct {
     Format v, w, u, log_decay, gain;

@@ -151,7 +151,10 @@ struct TraceWriter::Impl : TraceFile {
     set(object, "block", layout.block);
     set(object, "scale_layout", layout.scale_layout);
     set(object, "codes_per_item", layout.codes_per_item);
-    if (scaled) set(object, "scales", object + "_scales");
+    if (layout.code_bits > 0) set(object, "code_bits", layout.code_bits);
+    if (!scaled) return;
+    set(object, "scales", object + "_scales");
+    set(object, "scale_format", layout.scale_format);
   }
 
   void flush() {
@@ -265,7 +268,9 @@ void TraceWriter::appendable_codes(const std::string& path, TraceType type, cons
                                    const TraceInfo& info) {
   appendable(path, type, row_shape, info);
   impl_->describe(path, layout, scales_shape.has_value());
-  if (scales_shape) appendable(path + "_scales", TraceType::float32, *scales_shape, {"", "scales of " + path});
+  if (!scales_shape) return;
+  const TraceType scale_type = layout.scale_format == "fp32" ? TraceType::float32 : TraceType::uint8;
+  appendable(path + "_scales", scale_type, *scales_shape, {"", "scales of " + path});
 }
 
 void TraceWriter::copy(const std::string& from_file, const std::string& object) {

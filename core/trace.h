@@ -58,10 +58,13 @@ struct TraceInfo {
 
 /// How bit patterns are to be decoded: the attributes of these names of a dataset of codes.
 struct CodeLayout {
-  std::string format;               ///< name of the number format, as in a policy
-  std::int64_t block;               ///< values that share one scale; 0 where there are no scales
-  std::string scale_layout;         ///< which values those are, e.g. "row", "tensor", "along N"
-  std::int64_t codes_per_item = 1;  ///< codes packed into one stored item, the first in the lowest bits
+  std::string format;                 ///< name of the number format, as in a policy
+  std::int64_t block;                 ///< values that share one scale; 0 where there are no scales
+  std::string scale_layout;           ///< which values those are, e.g. "row", "tensor", "along N"
+  std::int64_t codes_per_item = 1;    ///< codes packed into one stored item, the first in the lowest bits; 0: code_bits
+                                      ///< of one after the other, regardless of items
+  std::int64_t code_bits = 0;         ///< bits of a code; 0: those of an item, shared evenly
+  std::string scale_format = "fp32";  ///< "fp32", or of one byte: "e8m0", "e4m3"
 };
 
 /// Throws Error, touching nothing, if `path` is what a TraceWriter would not make or replace: anything but an earlier
@@ -103,8 +106,8 @@ class TraceWriter {
   void codes(const std::string& path, TraceValues codes, const TraceShape& shape, const CodeLayout& layout,
              TraceValues scales, const TraceShape& scales_shape, const TraceInfo& info = {});
 
-  /// Makes arrays of codes of shape [0, row_shape...] and, where scales_shape is given, of fp32 scales of shape
-  /// [0, scales_shape...] that append() makes longer, described as codes() does.
+  /// Makes arrays of codes of shape [0, row_shape...] and, where scales_shape is given, of scales of shape
+  /// [0, scales_shape...], float32 or uint8, that append() makes longer, described as codes() does.
   void appendable_codes(const std::string& path, TraceType type, const TraceShape& row_shape, const CodeLayout& layout,
                         const std::optional<TraceShape>& scales_shape, const TraceInfo& info = {});
 

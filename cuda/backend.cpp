@@ -59,8 +59,10 @@ class KernelBackend : public Backend {
   KernelBackend(std::unique_ptr<Backend> host, std::shared_ptr<StepDevice> device, Scalar activations)
       : host_(std::move(host)), device_(std::move(device)), activations_(activations) {}
 
-  std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy) override {
-    if (stays(policy)) return host_->new_state(shape, policy);
+  // The kernels refuse stochastic rounding: only a state that stays has a use for its place.
+  std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy,
+                                            const StatePlace& place) override {
+    if (stays(policy)) return host_->new_state(shape, policy, place);
     return std::make_unique<SlotState>(device_, shape, policy, activations_);
   }
 

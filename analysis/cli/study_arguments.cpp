@@ -55,6 +55,7 @@ void StudyArguments::add_to(CLI::App& app) {
   app.add_option("-p,--policy", policy_texts,
                  "Policy such as 'replay(L=16, anchor=fp32, read=int8:row)'; may be given again")
       ->allow_extra_args(false);
+  app.add_option("--seed", seed, "Of stochastic rounding (formats with sr); 0 where not given");
   app.add_option("--json", json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");
   app.add_flag("--resume", resume, "Go on with an interrupted run of the same command from FILE.parts beside its file");
@@ -81,6 +82,7 @@ StudyInput::StudyInput(const StudyArguments& arguments, const std::string& comma
            .device = arguments.machine.device,
            .precision = arguments.machine.precision,
            .activations = arguments.machine.fed(),
+           .seed = arguments.seed,
            .threads = arguments.machine.threads,
            .seconds = 0};
 }

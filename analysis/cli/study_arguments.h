@@ -14,6 +14,7 @@ struct StudyArguments {
   std::string model, tokens_file, json, output;
   std::int64_t max_tokens = 0, sequences = 0;
   std::vector<std::string> policy_texts;
+  std::uint64_t seed = 0;
   bool resume = false;
   Machine machine;
 

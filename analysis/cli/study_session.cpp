@@ -34,6 +34,7 @@ StudySession::StudySession(const StudyArguments& arguments, StudyInput& input, c
       {"device", facts.device},
       {"precision", facts.precision},
       {"activations", facts.activations},
+      {"seed", std::to_string(facts.seed)},
       {"policies", std::to_string(input.policies.size())}};
   for (std::size_t i = 0; i < input.policies.size(); ++i) {
     identity.emplace_back("policy " + std::to_string(i), input.policies[i].text());
@@ -47,6 +48,7 @@ StudySession::StudySession(const StudyArguments& arguments, StudyInput& input, c
 
 StudyOptions StudySession::study_options() {
   return {.threads = arguments_.machine.threads,
+          .seed = arguments_.seed,
           .progress = progress_bar(),
           .interrupted = interrupted,
           .checkpoint = folder_ ? &*folder_ : nullptr};

@@ -32,6 +32,30 @@ TEST(RoundingErrors, AreHalfASpacingSquared) {
   EXPECT_EQ(out, Vec(4, half * half));
 }
 
+TEST(RoundingErrors, OfBlocksAreThoseUnderTheirScalesOrWhatSaturates) {
+  // Scale 1: steps of 32 at 300, of 2^-3 at 1 and of 2^-9 at 0; 500 saturates at 448. Then a block with scale 1/2.
+  Vec row(34, 0.0), out(34, 0.0);
+  row[0] = 500, row[1] = -300, row[2] = 1, row[32] = -224, row[33] = 0.5;
+  add_rounding_errors(parse_format("mxfp8_e4m3"), row.data(), 1, 34, out.data());
+  EXPECT_EQ(out[0], 52.0 * 52);
+  EXPECT_EQ(out[1], 16.0 * 16);
+  EXPECT_EQ(out[2], 0x1p-8);
+  EXPECT_EQ(out[3], 0x1p-20);
+  EXPECT_EQ(out[32], 8.0 * 8);  // the step at 448, which is 32, by half the scale
+  EXPECT_EQ(out[33], 0x1p-10);          // 1 in its scale
+  // Rounding up scales the first block by 2: a step of 32 at 250.
+  out.assign(34, 0.0);
+  add_rounding_errors(parse_format("mxfp8_e4m3:ceil"), row.data(), 1, 34, out.data());
+  EXPECT_EQ(out[0], 16.0 * 16);
+  // The scale of the head is 2^-4, those of its blocks 448 and 224 or so.
+  Vec head(32, 0.0), errors(32, 0.0);
+  head[0] = 168, head[16] = -84;
+  add_rounding_errors(parse_format("nvfp4"), head.data(), 1, 32, errors.data());
+  EXPECT_EQ(errors[0], 28.0 * 28);  // 6 times 28: a step of 2
+  EXPECT_EQ(errors[1], 7.0 * 7);    // a step of 0.5
+  EXPECT_EQ(errors[16], 14.0 * 14);
+}
+
 /// Random steps of one head, and the reference's state along them by the recurrence as it is written.
 struct Steps {
   RecurrenceShape shape;

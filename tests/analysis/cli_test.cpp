@@ -232,6 +232,15 @@ TEST_F(CommandTest, Formats) {
     EXPECT_NE(e4m3.find(fact), string::npos) << fact << "\n" << e4m3;
   }
   EXPECT_NE(run({"formats", "bf16"}).out.find("16 bits"), string::npos);
+  for (const string name : {"mxfp8_e4m3", "mxfp6_e3m2", "mxint8", "nvfp4"}) {
+    EXPECT_NE(table.find("\n" + name + " "), string::npos) << name;
+  }
+  const string mx = run({"formats", "mxfp6_e2m3:ceil"}).out, nv = run({"formats", "nvfp4"}).out;
+  for (const string fact :
+       {"mxfp6_e2m3:ceil", "6 bits", "7.5", "2^e", "amax / 2^e <= 7.5", "group of 32", "0x38", "NaN"}) {
+    EXPECT_NE(mx.find(fact), string::npos) << fact << "\n" << mx;
+  }
+  for (const string fact : {"448 x 6", "group of 16", "e4m3", "head"}) EXPECT_NE(nv.find(fact), string::npos) << nv;
 }
 
 }  // namespace

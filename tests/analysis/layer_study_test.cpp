@@ -55,7 +55,12 @@ TEST_P(LayerStudyOf, DoesNotDependOnThreads) {
     TinyRun setup = TinyRun::tiny(GetParam());
     setup.backend = reference_backend(Precision::fp64, threads);
     setup.threads = threads;
-    return setup.run({"replay(L=4, anchor=fp32, read=e4m3:row)"}, false).policies[0].layers;
+    return setup
+        .run({GetParam() == std::string("mamba2") ? "eager(state=int8:row:sr)"
+                                                  : "replay(L=4, anchor=fp32, read=e4m3:row)"},
+             false)
+        .policies[0]
+        .layers;
   };
   const auto one = run(1), three = run(3);
   for (std::size_t i = 0; i < one.size(); ++i) {
@@ -126,9 +131,11 @@ TEST_P(LayerStudyOf, AnchorOfAClosedLoopKnowsNothingOfTheReadCopy) {
 
 TEST_P(LayerStudyOf, LocalErrorsLieUnderTheirBound) {
   TinyRun setup = TinyRun::tiny(GetParam());
-  const LayerStudy study = setup.run({"exact", "replay(L=4, state=bf16, ring=bf16)", "eager(state=int8:row)",
-                                      "replay(L=8, anchor=fp32, read=e4m3:row, loop=open)"},
-                                     false);
+  const LayerStudy study =
+      setup.run({"exact", "replay(L=4, state=bf16, ring=bf16)", "eager(state=int8:row)", "eager(state=mxfp8_e4m3)",
+                 "eager(state=nvfp4)", "eager(state=int8:row:hadamard)", "eager(state=e4m3:row:rz)",
+                 "eager(state=e4m3:row:sr)", "replay(L=8, anchor=fp32, read=e4m3:row, loop=open)"},
+                false);
   for (const PolicyLayers& policy : study.policies) {
     for (const LayerErrors& e : policy.layers) {
       EXPECT_LE(e.y_local.rel_l2(), e.bound) << policy.result.policy.text() << ", layer " << e.layer;

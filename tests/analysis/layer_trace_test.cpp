@@ -20,8 +20,17 @@ std::vector<Format> all_formats() {
   std::vector<Format> formats;
   for (const Element& element : elements()) {
     if (!element.integer) formats.push_back({element, Scale::none});
-    if (element.name != "fp32") formats.push_back({element, Scale::row});
+    if (element.name == "fp32") continue;
+    formats.push_back({element, Scale::row});
+    formats.push_back({element, Scale::group, ScaleRule::amax, 5});
+    formats.push_back({element, Scale::tile, ScaleRule::amax, 2});
+    formats.push_back({element, Scale::head});
+    formats.push_back(
+        {.element = element, .scale = Scale::row, .cap = 0.75 * decode<double>(element, element.max_code)});
+    formats.push_back({element, Scale::row, ScaleRule::ceil});
+    formats.push_back({element, Scale::group, ScaleRule::floor, 4});
   }
+  for (const NamedFormat& named : named_formats()) formats.push_back(named.format);
   return formats;
 }
 
@@ -41,11 +50,11 @@ TYPED_TEST_SUITE(CodesOf, Reals);
 
 TYPED_TEST(CodesOf, EveryFormatGivesItsRowsBack) {
   using Real = TypeParam;
-  const std::int64_t rows = 2000, n = 13;  // odd: the last code of an int4 row has a byte of its own
+  const std::int64_t heads = 500, rows = 2, n = 33;  // odd: the last code of an int4 row has a byte of its own
   std::mt19937 random(7);
   std::normal_distribution<double> normal;
   std::vector<Real> state;
-  for (std::int64_t r = 0; r < rows; ++r) {
+  for (std::int64_t r = 0; r < heads * rows; ++r) {
     // Rows of every size that float has a scale for, down to where the scale itself is subnormal or underflows.
     const int exponent = static_cast<int>(random() % 280) - 155;
     for (std::int64_t i = 0; i < n; ++i) state.push_back(static_cast<Real>(std::ldexp(normal(random), exponent)));
@@ -55,19 +64,23 @@ TYPED_TEST(CodesOf, EveryFormatGivesItsRowsBack) {
   state[30] = std::numeric_limits<Real>::quiet_NaN();
   state[50] = -std::numeric_limits<Real>::infinity();
   for (const Format& format : all_formats()) {
-    std::vector<Real> rounded = state, back(state.size());
-    round_rows(format, rounded.data(), rows, n);
-    const StoredRows stored = codes_of_rounded(format, rounded.data(), rows, n);
-    EXPECT_EQ(stored.codes.size(), static_cast<std::size_t>(rows * format.code_bytes(n)));
-    EXPECT_EQ(stored.scales.size(), format.scale == Scale::row ? rows : 0);
-    decode_rows(format, stored.codes.data(), stored.scales.data(), rows, n, back.data());
-    EXPECT_TRUE(same_values(back, rounded)) << format.text();
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const auto head = state.begin() + h * rows * n;
+      std::vector<Real> rounded(head, head + rows * n), back(rounded.size());
+      round_rows(format, rounded.data(), rows, n);
+      const StoredRows stored = codes_of_rounded(format, rounded.data(), rows, n);
+      EXPECT_EQ(stored.codes.size(), static_cast<std::size_t>(rows * format.code_bytes(n)));
+      EXPECT_EQ(stored.scales.size(), static_cast<std::size_t>(format.scale_bytes(rows, n)));
+      decode_rows(format, stored.codes.data(), stored.scales.data(), rows, n, back.data());
+      EXPECT_TRUE(same_values(back, rounded)) << format.text();
+    }
   }
 }
 
 TEST(CodesOf, WhatIsNotRoundedIsRefused) {
   const std::vector<double> row = {1, 1.0 / 3, -2, 0.1};
-  for (const char* format : {"bf16", "e4m3:row", "int8:row", "int4:row"}) {
+  for (const char* format :
+       {"bf16", "e4m3:row", "int8:row", "int4:row", "mxfp4", "nvfp4", "int8:group2", "int8:head"}) {
     expect_error([&] { codes_of_rounded(parse_format(format), row.data(), 1, 4); }, {"row 0", format});
   }
   expect_error([&] { codes_of_rounded(parse_format("exact"), row.data(), 1, 4); }, {"exact"});
@@ -124,6 +137,13 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
     backend_->read(x, out.data());
     return out;
   }
+  static double bytes_in(const TraceReader& file, const string& name) {
+    std::int64_t count = 1;
+    for (const std::int64_t dim : file.shape(name)) count *= dim;
+    const TraceType type = file.type(name);
+    const int width = type == TraceType::float64 ? 8 : type == TraceType::uint8 ? 1 : type == TraceType::uint16 ? 2 : 4;
+    return static_cast<double>(count * width);
+  }
   bool narrow() const { return GetParam().precision == Precision::fp32; }
 
   std::vector<double> read(const TraceReader& file, const string& name) const {
@@ -133,29 +153,57 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
   }
 
   template <class Real>
-  std::vector<double> decoded(const Format& format, const string& bytes, const std::vector<float>& scales,
-                              std::int64_t n) const {
-    const auto rows = std::ssize(bytes) / format.code_bytes(n);
-    std::vector<Real> out(static_cast<std::size_t>(rows * n));
-    decode_rows(format, reinterpret_cast<const std::byte*>(bytes.data()), scales.data(), rows, n, out.data());
-    return {out.begin(), out.end()};
+  std::vector<double> decoded(const Format& format, const string& bytes, const string& scales,
+                              const string& head_scales, std::int64_t rows, std::int64_t n) const {
+    const auto heads = std::ssize(bytes) / (rows * format.code_bytes(n));
+    const auto share = [&](const string& all, std::int64_t h) {
+      const std::size_t size = all.size() / static_cast<std::size_t>(heads);
+      return all.substr(static_cast<std::size_t>(h) * size, size);
+    };
+    std::vector<double> all;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      std::vector<Real> out(static_cast<std::size_t>(rows * n));
+      const string codes = share(bytes, h), of_head = share(head_scales, h) + share(scales, h);
+      decode_rows(format, reinterpret_cast<const std::byte*>(codes.data()), of_head.data(), rows, n, out.data());
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
+  }
+  string bytes_of(const TraceReader& file, const string& name) const {
+    const auto take = [](const auto& values) {
+      return string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof values[0]);
+    };
+    switch (file.type(name)) {
+      case TraceType::uint8:
+        return take(file.read<std::uint8_t>(name).values);
+      case TraceType::uint16:
+        return take(file.read<std::uint16_t>(name).values);
+      case TraceType::uint32:
+        return take(file.read<std::uint32_t>(name).values);
+      default:
+        return take(file.read<float>(name).values);
+    }
   }
   /// A dataset of codes in doubles, with nothing but what the file says about it.
-  std::vector<double> read_codes(const TraceReader& file, const string& name, std::int64_t n) const {
+  std::vector<double> read_codes(const TraceReader& file, const string& name, const RecurrenceShape& shape) const {
     if (file.type(name) == TraceType::float64 || file.type(name) == TraceType::float32) return read(file, name);
     const Format format = parse_format(std::get<string>(file.attribute(name, "format")));
-    string bytes;
-    const auto take = [&](const auto& values) {
-      bytes.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof values[0]);
+    const auto named_by = [&](const char* attribute) {
+      return bytes_of(file, std::get<string>(file.attribute(name, attribute)));
     };
-    if (file.type(name) == TraceType::uint8) take(file.read<std::uint8_t>(name).values);
-    if (file.type(name) == TraceType::uint16) take(file.read<std::uint16_t>(name).values);
-    if (file.type(name) == TraceType::uint32) take(file.read<std::uint32_t>(name).values);
-    std::vector<float> scales;
-    if (format.scale == Scale::row) {
-      scales = file.read<float>(std::get<string>(file.attribute(name, "scales"))).values;
+    const string scales = format.scale == Scale::none ? "" : named_by("scales");
+    const string head_scales = format.head_scale_width() == 0 ? "" : named_by("head_scales");
+    EXPECT_EQ(file.attribute(name, "code_bits"), TraceAttribute(std::int64_t{format.element.storage_bits}));
+    EXPECT_EQ(
+        file.attribute(name, "block"),
+        TraceAttribute(format.scale == Scale::none ? std::int64_t{0} : format.block(shape.head_dim, shape.state_dim)));
+    if (format.scale != Scale::none) {
+      EXPECT_EQ(file.attribute(name, "scale_format"), TraceAttribute(format.rule == ScaleRule::amax    ? "fp32"
+                                                                     : format.rule == ScaleRule::nvfp4 ? "e4m3"
+                                                                                                       : "e8m0"));
     }
-    return narrow() ? decoded<float>(format, bytes, scales, n) : decoded<double>(format, bytes, scales, n);
+    const auto decode = narrow() ? &LayerTraceOf::decoded<float> : &LayerTraceOf::decoded<double>;
+    return (this->*decode)(format, bytes_of(file, name), scales, head_scales, shape.head_dim, shape.state_dim);
   }
 
   const fs::path folder_ = fs::path(testing::TempDir()) / ("layer_trace_" + std::to_string(getpid()));
@@ -163,10 +211,17 @@ class LayerTraceOf : public testing::TestWithParam<Setup> {
   const std::unique_ptr<Model> model_ = Model::open(golden_folder(GetParam().model));
   const std::unique_ptr<Backend> backend_ = reference_backend(GetParam().precision, 2);
   const Tokens tokens_ = two_sequences();
-  std::vector<Policy> policies_ = {
-      parse_policy("eager(state=int4:row)"),  parse_policy("replay(L=4, state=e4m3:row)"),
-      parse_policy("replay(L=3, anchor=fp32, read=int8:row)"), parse_policy("replay(L=4, state=bf16, layers=0+2)"),
-      parse_policy("replay(L=4, anchor=exact, read=e5m2)")};
+  std::vector<Policy> policies_ = {parse_policy("eager(state=int4:row)"),
+                                   parse_policy("replay(L=4, state=e4m3:row)"),
+                                   parse_policy("replay(L=3, anchor=fp32, read=int8:row)"),
+                                   parse_policy("replay(L=4, state=bf16, layers=0+2)"),
+                                   parse_policy("replay(L=4, anchor=exact, read=e5m2)"),
+                                   parse_policy("eager(state=nvfp4)"),
+                                   parse_policy("replay(L=4, state=mxfp6_e3m2:ceil)"),
+                                   parse_policy("replay(L=3, anchor=int16:group8, read=mxfp8_e4m3)"),
+                                   parse_policy("replay(L=4, anchor=int8:tile3, read=e4m3:head)"),
+                                   parse_policy("replay(L=3, anchor=int8:row:sr, read=mxfp4:rz)"),
+                                   parse_policy("replay(L=4, anchor=custom(e=4,m=5), read=int8:row:hadamard)")};
   double bytes_ = 0;
 };
 
@@ -196,13 +251,11 @@ TEST_P(LayerTraceOf, HoldsWhatTheStudySaw) {
   double bytes = 0;
   for (const auto& [name, values] : seen) {
     const RecurrenceShape& shape = *model_->layers()[static_cast<std::size_t>(name[9] - '0')].recurrence;
-    EXPECT_TRUE(same_values(read_codes(file, name, shape.state_dim), values)) << name;
-    std::int64_t count = 1;
-    for (const std::int64_t dim : file.shape(name)) count *= dim;
-    const TraceType type = file.type(name);
-    const int width = type == TraceType::float64 ? 8 : type == TraceType::uint8 ? 1 : type == TraceType::uint16 ? 2 : 4;
-    bytes += static_cast<double>(count * width);
-    if (file.contains(name + "_scales")) bytes += 4.0 * static_cast<double>(count / file.shape(name).back());
+    EXPECT_TRUE(same_values(read_codes(file, name, shape), values)) << name;
+    bytes += bytes_in(file, name);
+    for (const char* scales : {"_scales", "_head_scales"}) {
+      if (file.contains(name + scales)) bytes += bytes_in(file, name + scales);
+    }
   }
   for (std::int64_t i = 0; i < std::ssize(model_->layers()); ++i) {
     const auto& shape = model_->layers()[static_cast<std::size_t>(i)].recurrence;
@@ -214,7 +267,8 @@ TEST_P(LayerTraceOf, HoldsWhatTheStudySaw) {
     EXPECT_EQ(file.shape(layer + "decay"), (TraceShape{42, shape->heads, shape->decay_dim()}));
     EXPECT_EQ(file.shape(layer + "y"), (TraceShape{42, shape->heads, shape->head_dim}));
     EXPECT_EQ(file.shape(layer + "state"), (TraceShape{6, shape->heads, shape->head_dim, shape->state_dim}));
-    bytes += 8.0 * 42 *
+    bytes +=
+        8.0 * 42 *
         static_cast<double>(shape->heads * (shape->head_dim + shape->decay_dim()) + shape->groups * shape->state_dim);
     EXPECT_EQ(std::get<string>(file.attribute(layer + "policy_0", "policy")), "eager(state=int4:row)");
   }
@@ -258,9 +312,9 @@ TEST_P(LayerTraceOf, StepsRebuildTheStates) {
         ++sample;
       }
     }
-    // Either side rounds each step's readout of N terms, decay, gain and update: under N + 40 roundings, exp and softplus
-    // of a few ulps included, of the size of the state or of u w^T, whose row norms the states' own exceed by 2^4 at
-    // most here; what one step has rounded decays later. 21 steps.
+    // Either side rounds each step's readout of N terms, decay, gain and update: under N + 40 roundings, exp and
+    // softplus of a few ulps included, of the size of the state or of u w^T, whose row norms the states' own exceed by
+    // 2^4 at most here; what one step has rounded decays later. 21 steps.
     const double roundoff = narrow() ? 0x1p-24 : 0x1p-53;
     EXPECT_LE(std::sqrt(errors / squares), 21 * static_cast<double>(N + 40) * 16 * roundoff) << layer;
     EXPECT_GT(squares, 0);
@@ -289,7 +343,7 @@ INSTANTIATE_TEST_SUITE_P(Golden, LayerTraceOf,
                                          Setup{"qwen3_5", Precision::fp64}, Setup{"qwen3_5", Precision::fp32}),
                          [](const auto& setup) {
                            return string(setup.param.model) +
-                               (setup.param.precision == Precision::fp64 ? "_fp64" : "_fp32");
+                                  (setup.param.precision == Precision::fp64 ? "_fp64" : "_fp32");
                          });
 
 }  // namespace

@@ -30,12 +30,16 @@ double bytes4(double n) { return 4 * n; }
 double bytes2(double n) { return 2 * n; }
 double scaled_byte(double n) { return n + 4; }
 double scaled_nibble(double n) { return std::ceil(n / 2) + 4; }
+double mx_nibble(double n) { return std::ceil(n / 2) + std::ceil(n / 32); }
+double grouped_byte(double n) { return n + 4 * std::ceil(n / 32); }
 
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = {
       {"exact", 1, exact_state, {}, false, false},
       {"eager(state=bf16)", 1, bytes2, {}, true, true},
       {"eager(state=int4:row)", 1, scaled_nibble, {}, true, true},
+      {"eager(state=mxfp4)", 1, mx_nibble, {}, true, true},
+      {"replay(L=16, anchor=int8:group32, read=mxfp4:ceil)", 16, grouped_byte, mx_nibble, true, true},
       {"replay(L=1, state=e4m3:row)", 1, scaled_byte, {}, true, true},
       {"replay(L=2, state=fp32)", 2, bytes4, {}, true, true},
       {"replay(L=16, state=exact)", 16, exact_state, {}, false, false},
@@ -179,6 +183,18 @@ TEST(Traffic, KnownNumbers) {
   const StateCost cost = state_cost(layers, parse_policy("replay(L=16, state=bf16)"), 16 * 1000);
   EXPECT_EQ(cost.bytes_moved_per_token, 16384 * (1 + 1.0 / 16) + 388 * (7.5 + 15.0 / 16));
   EXPECT_EQ(cost.bytes_stored_per_sequence, 16384 + 15 * 388);
+}
+
+// Two heads of 3 rows of 40 elements: 20 bytes of codes a row, three block scales, and one scale a head.
+TEST(LayerTraffic, CountsTheScaleOfAHead) {
+  const RecurrenceShape shape{Recurrence::mamba2, 2, 1, 3, 40};
+  const LayerTraffic layer(shape, parse_policy("eager(state=nvfp4)"));
+  EXPECT_EQ(layer.stored(), 2 * (3 * (20 + 3) + 4));
+  EXPECT_EQ(layer.flush().state_read, 2 * 3 * 20);
+  EXPECT_EQ(layer.flush().scales, 2 * 2 * (3 * 3 + 4));
+  // Of the ring, x [3] is one block with a scale of its own, of each head; B [40] is three.
+  const LayerTraffic ring(shape, parse_policy("replay(L=2, state=nvfp4, ring=nvfp4)"));
+  EXPECT_EQ(ring.output(0).ring_append, 2 * (2 + 1 + 4) + (20 + 3 + 4) + 2 * 4);
 }
 
 }  // namespace

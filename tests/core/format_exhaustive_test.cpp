@@ -46,7 +46,7 @@ TEST_P(EveryElement, FiniteCodesReadAsDefinedAndComeBack) {
     ASSERT_EQ(Bits(decode<float>(element, code)), Bits(static_cast<float>(value))) << code;
     ASSERT_EQ(encode(element, value), code);
     ASSERT_EQ(encode(element, static_cast<float>(value)), code);
-    if (d.exponent == 0 && code == 0) continue;  // two's complement has one zero
+    if (code == 0 && !d.has_minus_zero()) continue;
     ASSERT_EQ(Bits(decode<double>(element, Signed(code))), Bits(-value)) << code;
     ASSERT_EQ(Bits(decode<float>(element, Signed(code))), Bits(static_cast<float>(-value))) << code;
     ASSERT_EQ(encode(element, -value), Signed(code));
@@ -70,6 +70,46 @@ TEST_P(EveryElement, CodesAboveTheLargestReadAsDefinedAndComeBack) {
       ASSERT_EQ(encode(element, decode<float>(element, c)), c);
     }
   }
+}
+
+// Open Compute's fnuz types and ONNX's: one NaN, at 0x80, and no -0.
+TEST(FnuzElement, HasOneNanInThePlaceOfMinusZero) {
+  for (const char* name : {"e4m3fnuz", "e5m2fnuz"}) {
+    const Element saturating = ElementNamed(name);
+    Element strict = saturating;
+    strict.overflow = Overflow::nan;
+    for (const Element& element : {saturating, strict}) {
+      EXPECT_TRUE(std::isnan(decode<double>(element, 0x80)) && std::isnan(decode<float>(element, 0x80))) << name;
+      for (const double nan : {std::nan(""), -std::nan("")}) {
+        EXPECT_EQ(encode(element, nan), 0x80U) << name;
+        EXPECT_FALSE(std::signbit(round_to(element, nan))) << name;
+      }
+      for (const double tiny : {-1e-5 * 0x1p-9, -0.0, -0x1p-1000}) EXPECT_EQ(encode(element, tiny), 0U) << name;
+      for (std::uint32_t code = 0; code < 256; ++code) {
+        EXPECT_EQ(encode(element, decode<double>(element, code)), code) << name;
+        EXPECT_EQ(encode(element, decode<float>(element, code)), code) << name;
+      }
+    }
+    EXPECT_EQ(encode(strict, HUGE_VAL), 0x80U) << name;
+    EXPECT_EQ(encode(strict, -HUGE_VAL), 0x80U) << name;
+    EXPECT_EQ(encode(strict, -1e30F), 0x80U) << name;
+    EXPECT_EQ(encode(saturating, -HUGE_VAL), 0xFFU) << name;
+  }
+  const Element e4m3 = ElementNamed("e4m3fnuz");
+  Element strict = e4m3;
+  strict.overflow = Overflow::nan;
+  EXPECT_EQ(encode(e4m3, -1e-5), 0U);
+  EXPECT_EQ(round_to(e4m3, 247.0), 240);
+  EXPECT_EQ(round_to(strict, 247.0), 240);
+  EXPECT_EQ(round_to(e4m3, 248.0), 240);
+  EXPECT_TRUE(std::isnan(round_to(strict, 248.0)));
+}
+
+TEST(PowersOfTwo, ReadAsTheOcpStandardSays) {
+  for (std::uint32_t code = 0; code < 255; ++code) {
+    EXPECT_EQ(static_cast<double>(decode_e8m0(code)), std::ldexp(1.0, static_cast<int>(code) - 127));
+  }
+  EXPECT_TRUE(std::isnan(decode_e8m0(255)));
 }
 
 TEST(IntegerElement, MostNegativeCodeReadsAsTwosComplementAndIsNeverMade) {
@@ -139,7 +179,7 @@ TEST_P(NarrowElement, FollowsTheLineOfFloats) {
     const double expected = code <= d.max_code ? Number(d, code) : Nearest(d, HUGE_VAL);
     ASSERT_EQ(static_cast<double>(round_to(element, x)), expected) << x;
     ASSERT_EQ(round_to(element, -wide), -expected) << x;
-    if (code <= d.max_code && (code > 0 || d.exponent > 0)) {
+    if (code <= d.max_code && (code > 0 || d.has_minus_zero())) {
       ASSERT_EQ(encode(element, -x), Signed(code)) << x;
     }
   }

@@ -19,7 +19,13 @@ struct Definition {
   int exponent, mantissa, bias;  // an integer type has exponent == 0
   std::uint32_t max_code;
   double max;
-  enum { nothing, nan, infinity } above;  // what the codes above max_code begin with
+  // What the codes above max_code begin with; nan_for_minus_zero: there are none, the code of -0 is the NaN.
+  enum { nothing, nan, infinity, nan_for_minus_zero } above;
+
+  bool integer() const { return exponent == 0; }
+  bool has_minus_zero() const { return !integer() && above != nan_for_minus_zero; }
+  /// What finite numbers beyond the range become: infinity in fp16 and wider floats.
+  bool saturates() const { return integer() || exponent + mantissa < 15; }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Definition& d) { return out << d.name; }
@@ -32,6 +38,12 @@ inline const std::vector<Definition>& Definitions() {
       {"bf16", 8, 7, 127, 0x7F7F, 0x1.fep127, Definition::infinity},
       {"e4m3", 4, 3, 7, 0x7E, 448, Definition::nan},
       {"e5m2", 5, 2, 15, 0x7B, 57344, Definition::infinity},
+      {"e4m3fnuz", 4, 3, 8, 0x7F, 240, Definition::nan_for_minus_zero},
+      {"e5m2fnuz", 5, 2, 16, 0x7F, 57344, Definition::nan_for_minus_zero},
+      {"e3m2", 3, 2, 3, 31, 28, Definition::nothing},
+      {"e2m3", 2, 3, 1, 31, 7.5, Definition::nothing},
+      {"e2m1", 2, 1, 1, 7, 6, Definition::nothing},
+      {"int16", 0, 15, 0, 32767, 32767, Definition::nothing},
       {"int8", 0, 7, 0, 127, 127, Definition::nothing},
       {"int4", 0, 3, 0, 7, 7, Definition::nothing},
   };
@@ -82,8 +94,8 @@ inline std::uint32_t NearestCode(const Definition& d, double x) {
 inline double Nearest(const Definition& d, double x) {
   const std::uint32_t code = NearestCode(d, x);
   double magnitude = Number(d, code);
-  if (code > d.max_code) magnitude = d.exponent + d.mantissa >= 15 ? HUGE_VAL : d.max;
-  return d.exponent == 0 && magnitude == 0 ? 0.0 : std::copysign(magnitude, x);
+  if (code > d.max_code) magnitude = d.saturates() ? d.max : HUGE_VAL;
+  return magnitude == 0 && !d.has_minus_zero() ? 0.0 : std::copysign(magnitude, x);
 }
 
 inline std::uint64_t Bits(double x) { return __builtin_bit_cast(std::uint64_t, x); }

@@ -15,14 +15,16 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr float kFloatMax = std::numeric_limits<float>::max();
 
-const char* const kTexts[] = {"fp32",     "tf32",     "fp16",     "bf16",     "e4m3",     "e5m2",    "tf32:row",
-                              "fp16:row", "bf16:row", "e4m3:row", "e5m2:row", "int8:row", "int4:row"};
+const char* const kTexts[] = {"fp32",     "tf32",     "fp16",      "bf16",        "e4m3",     "e5m2",
+                              "tf32:row", "fp16:row", "bf16:row",  "e4m3:row",    "e5m2:row", "int8:row",
+                              "int4:row", "e4m3fnuz", "e5m2fnuz",  "e3m2",        "e2m3",     "e2m1",
+                              "e3m2:row", "e2m1:row", "int16:row", "e4m3fnuz:row"};
 
 template <class Real>
 struct Stored {
   std::vector<std::byte> codes;
-  std::vector<float> scales;
-  std::vector<Real> read;  // decode_rows of the two
+  std::vector<float> scales;  // fp32 ones
+  std::vector<Real> read;     // decode_rows of the two
 };
 
 template <class Real>

@@ -15,7 +15,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // One source for host and device means that everything on elements is also a constant expression.
 static_assert(round_to(kElements[3], 1 + 0x1p-8) == 1 && round_to(kElements[3], 1 + 0x3p-8F) == 1 + 0x1p-6F);
-static_assert(encode(kElements[4], -448.0F) == 0xFE && decode<double>(kElements[6], 0x81) == -127);
+static_assert(encode(*find_element("e4m3"), -448.0F) == 0xFE && decode<double>(*find_element("int8"), 0x81) == -127);
 
 Element With(const std::string& name, Overflow overflow) {
   Element element = ElementNamed(name);
@@ -77,13 +77,15 @@ TEST(NotANumber, StaysOneWhateverItsPayload) {
   for (const std::uint32_t bits : {0x7FFF8C22U, 0x7F800001U, 0xFF800001U, 0x7FFFFFFFU, 0xFFFFFFFFU, 0x7FC00000U}) {
     for (const Element& element : elements()) {
       const float rounded = round_to(element, FloatOf(bits));
-      if (element.integer) {
-        EXPECT_EQ(Bits(rounded), 0U) << element.name;  // +0, the scale of the row tells
-        EXPECT_EQ(encode(element, FloatOf(bits)), 0U) << element.name;
+      const Definition& d = DefinitionOf(element);
+      if (d.above == Definition::nothing) {
+        EXPECT_EQ(rounded, 0) << element.name;
+        EXPECT_EQ(std::signbit(rounded), bits >> 31 == 1 && d.has_minus_zero()) << element.name;
+        EXPECT_EQ(decode<float>(element, encode(element, FloatOf(bits))), 0) << element.name;
         continue;
       }
       EXPECT_TRUE(std::isnan(rounded)) << element.name;
-      EXPECT_EQ(std::signbit(rounded), bits >> 31 == 1) << element.name;
+      EXPECT_EQ(std::signbit(rounded), bits >> 31 == 1 && d.has_minus_zero()) << element.name;
       EXPECT_EQ(Bits(decode<float>(element, encode(element, FloatOf(bits)))), Bits(rounded)) << element.name;
     }
   }
@@ -101,7 +103,8 @@ TEST(Rounding, CarriesIntoTheNextBinade) {
   EXPECT_EQ(round_to(ElementNamed("fp16"), -1.9999911F), -2);
   for (const Element& element : elements()) {
     if (element.integer) continue;
-    for (int exponent = element.emin + 1; exponent < 8; ++exponent) {
+    for (int exponent = element.emin + 1; std::ldexp(1.0, exponent) < std::min(256.0, DefinitionOf(element).max);
+         ++exponent) {
       const double power = std::ldexp(1.0, exponent);
       EXPECT_EQ(round_to(element, std::nextafter(power, 0)), power) << element.name;
       EXPECT_EQ(round_to(element, -std::nextafter(power, 0)), -power) << element.name;
@@ -125,16 +128,61 @@ TEST(Rounding, KeepsTheSignOfZeroWhereTheElementHasIt) {
   for (const Element& element : elements()) {
     for (const double x : {-0.0, -0x1p-200, -std::numeric_limits<double>::denorm_min()}) {
       EXPECT_EQ(round_to(element, x), 0) << element.name;
-      EXPECT_EQ(std::signbit(round_to(element, x)), !element.integer) << element.name;
-      EXPECT_EQ(encode(element, x), element.integer ? 0U : 1U << (element.bits() - 1)) << element.name;
+      const bool signed_zero = DefinitionOf(element).has_minus_zero();
+      EXPECT_EQ(std::signbit(round_to(element, x)), signed_zero) << element.name;
+      EXPECT_EQ(encode(element, x), signed_zero ? 1U << (element.bits() - 1) : 0U) << element.name;
     }
     EXPECT_FALSE(std::signbit(round_to(element, 0.0)));
   }
 }
 
 TEST(ParseFormat, ReadsWhatTextPrints) {
-  for (const char* text : {"exact", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2", "tf32:row", "fp16:row", "bf16:row",
-                           "e4m3:row", "e5m2:row", "int8:row", "int4:row"}) {
+  for (const char* text : {"exact",
+                           "fp32",
+                           "tf32",
+                           "fp16",
+                           "bf16",
+                           "e4m3",
+                           "e5m2",
+                           "tf32:row",
+                           "fp16:row",
+                           "bf16:row",
+                           "e4m3:row",
+                           "e5m2:row",
+                           "int8:row",
+                           "int4:row",
+                           "int16:row",
+                           "e4m3fnuz",
+                           "e5m2fnuz",
+                           "e3m2",
+                           "e2m3",
+                           "e2m1",
+                           "e2m1:row",
+                           "int8:group32",
+                           "e4m3:group1",
+                           "e4m3:row:floor",
+                           "int8:group16:ceil",
+                           "int8:head",
+                           "e4m3:tile16",
+                           "e4m3:row:cap=240",
+                           "fp16:sr",
+                           "bf16:sr=16",
+                           "fp16:rz",
+                           "int8:row:hadamard",
+                           "nvfp4:sr:hadamard",
+                           "mxfp4:ceil:sr=8",
+                           "int8:row:cap=99:rz",
+                           "int8:group8:cap=99.5",
+                           "int4:tile3:floor",
+                           "mxfp8_e4m3",
+                           "mxfp8_e5m2",
+                           "mxfp6_e2m3",
+                           "mxfp6_e3m2",
+                           "mxfp4",
+                           "mxint8",
+                           "nvfp4",
+                           "mxfp4:ceil",
+                           "mxint8:ceil"}) {
     const Format format = parse_format(text);
     EXPECT_EQ(format.text(), text);
     EXPECT_EQ(parse_format(format.text()), format);
@@ -143,6 +191,13 @@ TEST(ParseFormat, ReadsWhatTextPrints) {
   EXPECT_EQ(parse_format("e4m3:row").element, ElementNamed("e4m3"));
   EXPECT_EQ(parse_format("e4m3:row").scale, Scale::row);
   EXPECT_NE(parse_format("e4m3:row"), parse_format("e4m3"));
+  EXPECT_EQ(parse_format("mxfp8_e4m3:floor").text(), "mxfp8_e4m3");
+  EXPECT_EQ(parse_format("e4m3:group32:floor").text(), "mxfp8_e4m3");
+  EXPECT_EQ(parse_format("e2m1:ceil:group32"), parse_format("mxfp4:ceil"));
+  EXPECT_EQ(parse_format("mxint8:ceil").extent, 32);
+  EXPECT_EQ(parse_format("bf16:sr=32").text(), "bf16:sr");
+  EXPECT_EQ(parse_format("int8:sr=3:row").text(), "int8:row:sr=3");
+  EXPECT_EQ(parse_format("e4m3:row:cap=448"), parse_format("e4m3:row"));
 }
 
 std::string Refusal(const std::string& text) {
@@ -155,30 +210,7 @@ std::string Refusal(const std::string& text) {
 }
 
 TEST(ParseFormat, TellsWhatIsNotSupportedYetFromWhatIsUnknown) {
-  for (const char* text : {"e4m3fnuz",
-                           "e5m2fnuz",
-                           "e3m2",
-                           "e2m3",
-                           "e2m1",
-                           "int16",
-                           "int16:row",
-                           "mxfp8_e4m3",
-                           "mxfp8_e5m2",
-                           "mxfp6_e2m3",
-                           "mxfp6_e3m2",
-                           "mxfp4",
-                           "mxfp4:ceil",
-                           "mxint8",
-                           "nvfp4",
-                           "custom(e=3,m=4)",
-                           "int8:group32",
-                           "int8:tensor",
-                           "e4m3:head",
-                           "e4m3:tile32",
-                           "fp16:sr",
-                           "int8:row:hadamard",
-                           "int8:row:ef=int4",
-                           "e4m3:row:cap=240"}) {
+  for (const char* text : {"int8:tensor", "int8:row:ef=int4"}) {
     EXPECT_NE(Refusal(text).find(text), std::string::npos) << Refusal(text);
     EXPECT_NE(Refusal(text).find("not supported yet"), std::string::npos) << Refusal(text);
   }
@@ -188,26 +220,74 @@ TEST(ParseFormat, TellsWhatIsNotSupportedYetFromWhatIsUnknown) {
       EXPECT_NE(Refusal(text).find(element.name), std::string::npos) << Refusal(text);
     }
   }
-  for (const char* text : {"bf16:", "e4m3:rows", "e4m3:row:", "e4m3::row", "int8:group", "int8:tile", "fp16:row:ROW"}) {
+  for (const char* text : {"bf16:", "e4m3:rows", "e4m3:row:", "e4m3::row", "int8:group", "int8:tile", "fp16:row:ROW",
+                           "int8:group-", "int8:group3x", "int8:group32:round"}) {
     EXPECT_NE(Refusal(text).find("unknown modifier"), std::string::npos) << Refusal(text);
   }
   EXPECT_NE(Refusal("int8").find("expected int8:row"), std::string::npos) << Refusal("int8");
   EXPECT_NE(Refusal("int4").find("expected int4:row"), std::string::npos) << Refusal("int4");
   EXPECT_NE(Refusal("e4m3:row:row").find("given twice"), std::string::npos) << Refusal("e4m3:row:row");
-  EXPECT_NE(Refusal("exact:row").find("takes no scale"), std::string::npos) << Refusal("exact:row");
+  const std::pair<const char*, const char*> refused[] = {{"mxfp4:row", "its name says"},
+                                                         {"nvfp4:group32", "its name says"},
+                                                         {"nvfp4:ceil", "no powers of two"},
+                                                         {"mxfp4:ceil:floor", "another rule"},
+                                                         {"e4m3:ceil", "no scales"},
+                                                         {"int8:floor", "needs a scale"},
+                                                         {"int8:row:group32", "another scale"},
+                                                         {"int8:group0", "1..1048576"},
+                                                         {"int8:group1048577", "1..1048576"},
+                                                         {"int8:group-4", "1..1048576"},
+                                                         {"fp32:group32", "takes no scale"},
+                                                         {"exact:group32", "takes no modifiers"},
+                                                         {"int8:row:hadamard:hadamard", "given twice"},
+                                                         {"int8:row:ef=int4", "not supported yet"},
+                                                         {"e4m3:row:cap=449", "at most 448"},
+                                                         {"e4m3:row:cap=0", "above 0"},
+                                                         {"e4m3:row:cap=nan", "above 0"},
+                                                         {"e4m3:cap=4", "none of these"},
+                                                         {"mxfp4:cap=4", "none of these"},
+                                                         {"int8:row:cap=9:cap=9", "given twice"},
+                                                         {"fp16:sr=0", "1 to 32"},
+                                                         {"fp16:sr=33", "1 to 32"},
+                                                         {"fp16:sr:rz", "another rounding"},
+                                                         {"fp16:sr=", "unknown modifier"},
+                                                         {"exact:sr", "takes no modifiers"},
+                                                         {"int8:tile0", "1..1048576"},
+                                                         {"int8:head:row", "another scale"},
+                                                         {"fixed8:row", "unknown name"}};
+  for (const auto& [text, why] : refused) EXPECT_NE(Refusal(text).find(why), std::string::npos) << Refusal(text);
+  EXPECT_NE(Refusal("exact:row").find("takes no modifiers"), std::string::npos) << Refusal("exact:row");
   EXPECT_NE(Refusal("fp32:row").find("takes no scale"), std::string::npos) << Refusal("fp32:row");
 }
 
 TEST(FormatBytes, CountCodesAndScales) {
-  EXPECT_EQ(parse_format("exact").row_bytes(64), 512);
-  EXPECT_EQ(parse_format("fp32").row_bytes(64), 256);
-  EXPECT_EQ(parse_format("tf32").row_bytes(64), 256);
-  EXPECT_EQ(parse_format("fp16").row_bytes(80), 160);
-  EXPECT_EQ(parse_format("bf16").row_bytes(0), 0);
-  EXPECT_EQ(parse_format("e5m2").row_bytes(64), 64);
-  EXPECT_EQ(parse_format("e4m3:row").row_bytes(64), 68);
-  EXPECT_EQ(parse_format("int4:row").row_bytes(64), 36);
-  EXPECT_EQ(parse_format("int4:row").row_bytes(7), 8);
+  struct Row {
+    const char* text;
+    std::int64_t n, codes, scales;  // of one row; scales: of three rows of a head
+  };
+  for (const Row& row : {Row{"exact", 64, 512, 0},
+                         Row{"fp32", 64, 256, 0},
+                         Row{"tf32", 64, 256, 0},
+                         Row{"fp16", 80, 160, 0},
+                         Row{"bf16", 0, 0, 0},
+                         Row{"e5m2", 64, 64, 0},
+                         Row{"e4m3:row", 64, 64, 12},
+                         Row{"int4:row", 64, 32, 12},
+                         Row{"int4:row", 7, 4, 12},
+                         Row{"e3m2", 64, 48, 0},
+                         Row{"e2m3", 5, 4, 0},
+                         Row{"int8:group32", 80, 80, 36},
+                         Row{"mxfp8_e4m3", 64, 64, 6},
+                         Row{"mxfp4", 40, 20, 6},
+                         Row{"mxfp6_e2m3", 33, 25, 6},
+                         Row{"nvfp4", 40, 20, 4 + 9},
+                         Row{"int8:row:ceil", 64, 64, 3},
+                         Row{"int8:head", 64, 64, 4},
+                         Row{"int8:tile2", 64, 64, 8},
+                         Row{"int8:tile3:ceil", 64, 64, 1}}) {
+    EXPECT_EQ(parse_format(row.text).code_bytes(row.n), row.codes) << row.text;
+    EXPECT_EQ(parse_format(row.text).scale_bytes(3, row.n), row.scales) << row.text;
+  }
 }
 
 }  // namespace

@@ -110,7 +110,17 @@ inline bool operator==(const RangeEvents& a, const RangeEvents& b) {
 
 /// Policies of every kind: eager, shared, split; both orders; both loops; exact and rounded rings and states.
 inline std::vector<std::string> PoliciesOfEveryKind() {
-  std::vector<std::string> all = {"exact", "eager(state=bf16)", "eager(state=int8:row)", "replay(L=1, read=bf16)"};
+  std::vector<std::string> all = {"exact",
+                                  "eager(state=bf16)",
+                                  "eager(state=int8:row)",
+                                  "replay(L=1, read=bf16)",
+                                  "eager(state=nvfp4)",
+                                  "eager(state=mxfp4:ceil)",
+                                  "replay(L=5, state=mxfp8_e4m3)",
+                                  "replay(L=4, anchor=fp32, read=nvfp4, ring.u=mxint8, loop=open)",
+                                  "eager(state=bf16:sr)",
+                                  "replay(L=3, anchor=bf16:sr=8, read=e4m3:row:rz, ring=fp16:sr)",
+                                  "replay(L=6, state=int8:row:hadamard)"};
   for (const char* states :
        {"state=exact", "state=e4m3:row", "anchor=exact, read=bf16", "anchor=fp32, read=int4:row"}) {
     for (const char* ring : {"", ", ring=bf16", ", ring.u=bf16"}) {

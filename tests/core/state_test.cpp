@@ -197,6 +197,7 @@ TYPED_TEST(StateBits, DeadRecordsAreNotRead) {
     SCOPED_TRACE(text);
     State<Real> fresh(shape, parse_policy(text)), poisoned(shape, parse_policy(text));
     for (const Real& y : Run(poisoned, poison)) EXPECT_TRUE(std::isnan(y));
+    Run(fresh, RandomStream<Real>(shape, 6));  // as many tokens, by which stochastic rounding draws
     fresh.set(start.data());
     poisoned.set(start.data());
     for (std::size_t t = 0; t < 20; ++t) {
@@ -223,6 +224,38 @@ TYPED_TEST(StateBits, SetStoresWithoutRounding) {
       EXPECT_TRUE(SameBits(state.checkpoint(h), part));
       EXPECT_TRUE(SameBits(state.read_copy(h), part));
       EXPECT_TRUE(SameBits(state.effective(h), part));
+    }
+  }
+}
+
+// Every format in an eager state: one exact step from what was stored, then one store of the whole head. More rows than
+// are advanced together, and columns that no block divides.
+TEST(State, StoresEveryFormatAsItsRowsAreRounded) {
+  std::vector<std::string> formats;
+  for (const Element& element : elements()) {
+    const std::string name(element.name);
+    if (!element.integer) formats.push_back(name);
+    if (name == "fp32") continue;
+    for (const char* scale : {":row", ":group16", ":tile5", ":head", ":row:floor", ":group8:ceil"})
+      formats.push_back(name + scale);
+  }
+  for (const NamedFormat& named : named_formats()) formats.emplace_back(named.name);
+  const RecurrenceShape shape{Recurrence::gated_delta, 2, 1, 37, 41};
+  const auto stream = RandomStream<double>(shape, 4);
+  for (const std::string& text : formats) {
+    const Format format = parse_format(text);
+    State<double> state(shape, parse_policy("eager(state=" + text + ")")), exact(shape, exact_policy());
+    std::vector<double> before(2 * 37 * 41, 0.0);
+    for (std::size_t t = 0; t < 4; ++t) {
+      exact.set(before.data());
+      EXPECT_TRUE(SameBits(Advance(state, stream, t, t + 1), Advance(exact, stream, t, t + 1))) << text;
+      before.clear();
+      for (std::int64_t h = 0; h < 2; ++h) {
+        std::vector<double> head = exact.checkpoint(h);
+        round_rows(format, head.data(), 37, 41);
+        EXPECT_TRUE(SameBits(head, state.checkpoint(h))) << text << " at token " << t;
+        before.insert(before.end(), head.begin(), head.end());
+      }
     }
   }
 }
