@@ -6,7 +6,7 @@
 #   tests/gpu.sh [CMAKE ARGUMENT]...
 #
 # BUILD: build folder (build-gpu). JOBS: parallel jobs (all cores). LIMIT: seconds for everything (510). SKIP: stages to
-# leave out, in one word list of: tests sanitize layers oracle bench.
+# leave out, in one word list of: build tests sanitize layers oracle bench. SUITE: of the benchmark (quick).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 build=${BUILD:-build-gpu} jobs=${JOBS:-$(nproc)} limit=${LIMIT:-510} skip=" ${SKIP:-} "
@@ -52,11 +52,13 @@ summarise() {
 trap summarise EXIT
 
 rm -f "$out"/{build,cuda_tests,sanitizer,layers,oracle,bench}.log
-generator=()
-[[ -f $build/CMakeCache.txt ]] || ! command -v ninja >/dev/null || generator=(-G Ninja)
-stage configure 60 build.log cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DREPLAYSSM_CUDA=ON \
-  -DREPLAYSSM_BENCH=OFF "$@" || exit 1
-stage build 400 build.log cmake --build "$build" --parallel "$jobs" --target replayssm cuda_tests || exit 1
+if wanted build; then
+  generator=()
+  [[ -f $build/CMakeCache.txt ]] || ! command -v ninja >/dev/null || generator=(-G Ninja)
+  stage configure 60 build.log cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
+    -DREPLAYSSM_CUDA=ON -DREPLAYSSM_BENCH=OFF "$@" || exit 1
+  stage build 400 build.log cmake --build "$build" --parallel "$jobs" --target replayssm cuda_tests || exit 1
+fi
 
 tests=$build/tests/cuda_tests
 if wanted tests; then
@@ -79,6 +81,6 @@ if wanted oracle; then  # correct digits of layers, of the CPU and of the kernel
   stage oracle 60 oracle.log python3 tests/gpu_oracle.py "$build/replayssm" "$build/oracle"
 fi
 if wanted bench && "$build/replayssm" bench --help >/dev/null 2>&1; then
-  stage bench 120 bench.log "$build/replayssm" bench --json "$out/bench.json"
+  stage bench 120 bench.log "$build/replayssm" bench --suite "${SUITE:-quick}" --json "$out/bench.json"
 fi
 exit "$failed"
