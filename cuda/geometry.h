@@ -71,7 +71,7 @@ struct Geometry {
   int order_rows = 0;                                                             ///< rows that are put in order, or 0
   int brief = 0, order = 0, counts = 0, gram = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages,
   int progress = 0;
-  int flush_bytes = 0, w = 0, keys = 0, products = 0;  ///< for flushes
+  int flush_bytes = 0, w = 0, keys = 0, products = 0;  ///< for flushes; flush_bytes: to their second places, or 0
   int shared_bytes = 0;                                ///< 0: no layout fits
 };
 
@@ -146,7 +146,7 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.progress = take(kProgressBytes);
   g.barriers = take((2 * kMostStages + 4 * kMostBriefs + 1 + kPieceBarriers) * 8);
   g.assignments = take((kMostBriefs + kMostStages) * kAssignmentBytes);
-  // What flushes arrange, twice: while slow warps are at one, others may begin the next.
+  // What flushes arrange; twice, if there is room: while slow warps are at one, others may begin the next.
   const int begin = at;
   g.w = take(f.matrices ? (records + 16) / 16 * 16 * N * 2 : (records + 1) * N * 4);  // the token at hand may be in it
   const bool solve = f.delta && f.split;
@@ -155,14 +155,18 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
                 : f.column_decay ? (records + 1) * N * 4
                                  : 0);
   g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 1)) * 4 : 0);
-  g.flush_bytes = at - begin;
-  at += g.flush_bytes;
-  // One brief in use and one in the making; more where tiles come alone.
-  for (g.briefs = run > 1 ? 3 : kMostBriefs; g.briefs >= 2; --g.briefs) {
-    g.stages = std::min(kMostStages, (shared_limit - at - g.briefs * g.brief_bytes) / g.stage_bytes);
-    if (g.stages >= (g.briefs > 2 ? 2 : 1)) break;
+  // As much as fits of: two stages, so that one is fetched while the other is read; flush arrays twice; and briefs, one
+  // in use, one in the making and one ahead, where tiles come alone two.
+  const int arrays = at - begin, most_briefs = run > 1 ? 3 : kMostBriefs;
+  for (const bool twice : {true, false}) {
+    for (int briefs = most_briefs; briefs >= 2 && g.stages < 2; --briefs) {
+      g.flush_bytes = twice ? arrays : 0;
+      g.briefs = briefs;
+      g.stages = std::min(kMostStages, (shared_limit - at - g.flush_bytes - briefs * g.brief_bytes) / g.stage_bytes);
+    }
   }
-  if (g.briefs < 2) return {};
+  if (g.stages < 1) return {};
+  at += g.flush_bytes;
   g.brief = g.stages * g.stage_bytes;
   const int block = g.brief + g.briefs * g.brief_bytes;
   for (int* offset :

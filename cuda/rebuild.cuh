@@ -98,6 +98,8 @@ class Rebuild : public ClosedLoop<TileType> {
         }
       }
     }
+    // Without a second place for what the next flush arranges, it has to wait for this one.
+    if (g.flush_bytes == 0) sync_threads<kWorkers>();
   }
 
  private:
