@@ -30,7 +30,7 @@ REPLAYSSM_HOST_DEVICE constexpr int rows_at_once(int read_bytes) { return read_b
 /// Vectors that outputs multiply the state with: c, and for the delta rule w, and w as the ring will hold it.
 constexpr int output_vectors(bool delta, bool split) { return !delta ? 1 : split ? 3 : 2; }
 
-/// Division of 0 <= n < 2^30 by a constant 0 < d < 2^30 (Granlund & Montgomery 1994, theorem 4.2, with 32 + l bits).
+/// Division of 0 <= n < 2^30 by a constant 0 < d < 2^30 (Granlund & Montgomery 1994, theorem 4.2, with 31 + l bits).
 struct Divisor {
   std::uint32_t multiplier = 0, shift = 0;
   int d = 1;
@@ -180,7 +180,7 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
 /// Runs that a block should get at least, and rounds of single tiles at the end of a step.
 inline constexpr int kRunsABlock = 6, kLastRounds = 2;
 
-/// The tile that keeps most bytes in flight, up to 40 KiB of state. shared_limit: bytes that a block may have.
+/// The largest tile, up to 40 KiB of state, that the warps share evenly and that leaves room for more than one stage. shared_limit: bytes that a block may have.
 inline Geometry plan(const Step& step, const Footprint& f, int warps, int blocks, int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;

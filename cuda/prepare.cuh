@@ -10,7 +10,7 @@ namespace replayssm::cuda {
 /// Normalises q and k, forms the decays and the products of the token's vectors with the records' w, and appends the
 /// token's w and gates to the ring.
 ///
-/// Vectors left in the stage: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold
+/// Vectors left in the brief: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold
 /// it, all normalised. KDA the same times e^G, then q, e^G, k and the token's log decay as they are.
 template <class TileType>
 class Prepare : public Runs<TileType> {
@@ -92,9 +92,9 @@ class Prepare : public Runs<TileType> {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) this->vector(m)[lane_ * kEach + e] = x[e];
   }
-  /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power
-  /// of two that brings the largest element to 2^14: what is 2^16 times smaller keeps 22 bits, and nothing is lost that
-  /// an fp32 sum would show.
+  /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power of
+  /// two that brings the largest element to 2^14: elements down to 2^-16 of it keep 22 bits, and of others no more than
+  /// 2^-39 of the largest is lost. With an infinity among them nothing is divided.
   __device__ void put_parts(int m, const float (&x)[kEach]) const {
     constexpr Storage S = T::Read;
     float factor = 1, inverse = 1;
