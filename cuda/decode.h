@@ -126,15 +126,15 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 /// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64, a split state's anchor in
 /// fp32, all data aligned to 16 bytes, and a workspace. In the delta rule an open loop where the state is shared, and
 /// where it is split a closed one of length up to 16, with keys in bf16 (Gated DeltaNet). Tiles and their records must
-/// fit into half a multiprocessor's shared memory: of rings in bf16 all lengths do at state_dim up to 128 and 47 at 256,
-/// in fp32 52 and 23, of KDA in bf16 39 and 10; a list of up to 2048 rows takes a part of it, so that a few more do in
-/// small batches. Anything else up to head_dim and state_dim 256 runs in the generic kernel, which is many times slower
-/// and rounds in another order.
+/// fit into half a multiprocessor's shared memory: of rings in bf16 all lengths do at state_dim up to 128 and 47 at
+/// 256, in fp32 52 and 23, of KDA in bf16 39 and 10; a list of up to 2048 rows takes a part of it, so that a few more
+/// do in small batches. Anything else up to head_dim and state_dim 256 runs in the generic kernel, which is many times
+/// slower and rounds in another order.
 ///
-/// Sums of products in fast kernels are in part those of matrix units: of exact products, cut off, not rounded to nearest,
-/// at the last bits of fp32. So outputs read states of 16 and 8 bits, with vectors in parts of 16 bits: of an element
-/// 22 bits are kept, and no more than 2^-39 of the largest is lost. So flushes take in the records of a bf16 ring, of
-/// which an infinite one may leave NaN for infinity.
+/// Sums of products in fast kernels are in part those of matrix units: of exact products, cut off, not rounded to
+/// nearest, at the last bits of fp32. So outputs read states of 16 and 8 bits, with vectors in parts of 16 bits: of an
+/// element 22 bits are kept, and no more than 2^-39 of the largest is lost. So flushes take in the records of a bf16
+/// ring, of which an infinite one may leave NaN for infinity.
 ///
 /// Throws Error, naming the field, for a shape, type, pointer or combination that cannot be served, and if the launch
 /// fails.

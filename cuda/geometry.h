@@ -180,7 +180,8 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
 /// Runs that a block should get at least, and rounds of single tiles at the end of a step.
 inline constexpr int kRunsABlock = 6, kLastRounds = 2;
 
-/// The largest tile, up to 40 KiB of state, that the warps share evenly and that leaves room for more than one stage. shared_limit: bytes that a block may have.
+/// The largest tile, up to 40 KiB of state, that the warps share evenly and that leaves room for more than one stage.
+/// shared_limit: bytes that a block may have.
 inline Geometry plan(const Step& step, const Footprint& f, int warps, int blocks, int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;

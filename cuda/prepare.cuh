@@ -92,9 +92,9 @@ class Prepare : public Runs<TileType> {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) this->vector(m)[lane_ * kEach + e] = x[e];
   }
-  /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power of
-  /// two that brings the largest element to 2^14: elements down to 2^-16 of it keep 22 bits, and of others no more than
-  /// 2^-39 of the largest is lost. With an infinity among them nothing is divided.
+  /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power
+  /// of two that brings the largest element to 2^14: elements down to 2^-16 of it keep 22 bits, and of others no more
+  /// than 2^-39 of the largest is lost. With an infinity among them nothing is divided.
   __device__ void put_parts(int m, const float (&x)[kEach]) const {
     constexpr Storage S = T::Read;
     float factor = 1, inverse = 1;
