@@ -179,6 +179,7 @@ void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, con
   file.attribute("/run", "reference", std::string("exact"));
   file.attribute("/run", "units", std::string("KL and NLL in nats, errors relative L2, lengths in tokens"));
   file.attribute("/run", "threads", std::int64_t{facts.threads});
+  file.attribute("/run", "seed", std::to_string(facts.seed));  // up to 2^64 - 1, which an integer of a trace is not
   file.attribute("/run", "seconds", facts.seconds);
   file.dataset("/run/input_ids", tokens.ids, {tokens.sequences, tokens.length},
                {"token id", "the tokens, [sequences, length]"});

@@ -161,11 +161,12 @@ TEST_F(KlCommandTest, ARunThatBreaksIsReported) {
 
 TEST_F(KlCommandTest, FileHoldsEveryToken) {
   const Words words = kl({"-p", "eager(state=bf16)", "-p", "eager(state=e4m3:row, layers=1-2)", "--sequences", "3",
-                          "--local", "--output", path("x.h5")});
+                          "--local", "--seed", "18446744073709551615", "--output", path("x.h5")});
   const Json report = json(words);
   const TraceReader file(path("x.h5"));
   EXPECT_TRUE(file.complete());
   EXPECT_EQ(std::get<string>(file.attribute("/run", "model_sha256")), report["model"]["sha256"].get<string>());
+  EXPECT_EQ(std::get<string>(file.attribute("/run", "seed")), "18446744073709551615");
   EXPECT_EQ(file.shape("/run/input_ids"), (TraceShape{3, 15}));
   const auto ids = values_of<std::int64_t>(read_tensors(golden_file("mamba2")).at("input_ids"));
   const auto stored_ids = file.read<std::int32_t>("/run/input_ids").values;
