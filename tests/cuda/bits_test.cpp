@@ -37,9 +37,18 @@ struct Filled : Layer {
   }
 };
 
+/// Scales that nobody wrote are NaN, which is not equal to itself.
+std::vector<std::uint32_t> BitsOf(const std::vector<float>& values) {
+  std::vector<std::uint32_t> bits(values.size());
+  if (!values.empty()) std::memcpy(bits.data(), values.data(), values.size() * sizeof(float));
+  return bits;
+}
+
 void ExpectSame(const Layer& a, const Layer& b) {
   EXPECT_EQ(a.pool.bytes.here, b.pool.bytes.here);
+  EXPECT_EQ(BitsOf(a.pool.scales.here), BitsOf(b.pool.scales.here));
   EXPECT_EQ(a.copy.bytes.here, b.copy.bytes.here);
+  EXPECT_EQ(BitsOf(a.copy.scales.here), BitsOf(b.copy.scales.here));
   EXPECT_EQ(a.v.bytes.here, b.v.bytes.here);
   EXPECT_EQ(a.u.bytes.here, b.u.bytes.here);
   EXPECT_EQ(a.w.bytes.here, b.w.bytes.here);
@@ -106,6 +115,47 @@ TEST_P(Bits, OfARowDoNotDependOnTheOthers) {
       for (const auto field : {&Layer::pool, &Layer::copy, &Layer::v, &Layer::u, &Layer::w, &Layer::gain}) {
         EXPECT_EQ(OfSlot(alone.*field, all.slots, at), OfSlot(all.*field, all.slots, at));
       }
+    }
+  }
+  EXPECT_GT(served, 0);
+}
+
+// How a step is cut into tiles depends on its number of rows; what comes out of a row does not.
+TEST_P(Bits, OfARowDoNotDependOnTheNumberOfRows) {
+  constexpr std::int64_t kFew = 4, kMany = 300;
+  int served = 0;
+  for (Case setup : Cases()) {
+    SCOPED_TRACE(setup.text());
+    setup.staggered = false;  // records to begin with would not be the same in both
+    setup.rows = kFew;
+    Layer few(on(), setup);
+    setup.rows = kMany;
+    Layer many(on(), setup);
+    if (!few.served() || !many.served()) continue;
+    ++served;
+    std::mt19937 random(9);
+    const auto slot_of = [](const Layer& layer, std::int64_t r) {
+      return layer.slot.here[static_cast<std::size_t>(r)];
+    };
+    for (std::int64_t r = 0; r < kFew; ++r) {
+      const auto state = random_states(setup, 1, random);
+      few.set_state(slot_of(few, r), state);
+      many.set_state(slot_of(many, r), state);
+    }
+    for (int t = 0; t < 9; ++t) {
+      const TokenInputs in = random_inputs(setup, random);
+      TokenInputs first = in;
+      for (auto field : {&TokenInputs::v, &TokenInputs::w, &TokenInputs::c, &TokenInputs::gate, &TokenInputs::beta}) {
+        (first.*field).resize((in.*field).size() / kMany * kFew);
+      }
+      const auto all = many.step(in);
+      EXPECT_EQ(few.step(first),
+                std::vector<float>(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / kMany * kFew)))
+          << "token " << t;
+    }
+    for (std::int64_t r = 0; r < kFew; ++r) {
+      EXPECT_EQ(few.state(slot_of(few, r)), many.state(slot_of(many, r))) << "row " << r;
+      EXPECT_EQ(few.read_copy(slot_of(few, r)), many.read_copy(slot_of(many, r))) << "row " << r;
     }
   }
   EXPECT_GT(served, 0);
