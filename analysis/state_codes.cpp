@@ -73,8 +73,8 @@ template <class Real>
 std::vector<std::byte> scales_of(const Format& format, float head_scale, const Real* data, std::int64_t rows,
                                  std::int64_t n, std::int64_t* bad_row) {
   const BlockScales<Real> blocks(format, head_scale);
-  std::vector<std::byte> out(static_cast<std::size_t>(format.head_scale_width()));
-  std::memcpy(out.data(), &head_scale, out.size());
+  const auto* of_head = reinterpret_cast<const std::byte*>(&head_scale);
+  std::vector<std::byte> out(of_head, of_head + format.head_scale_width());
   *bad_row = -1;
   for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
     if (*bad_row >= 0) return;
