@@ -205,6 +205,17 @@ class StoredScales {
   std::int64_t width_, head_;
 };
 
+/// each(first, count, scale) for every block of the rows of a head, with the scale that is stored for it.
+template <class Real, class Each>
+void for_each_stored_block(const Format& format, const void* scales, std::int64_t rows, std::int64_t n, Each&& each) {
+  const StoredScales stored(format, scales);
+  const Scaler<Real> scaler(format, stored.head());
+  std::int64_t next = 0;
+  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
+    each(first, count, scaler.value(stored.code(next++)));
+  });
+}
+
 // round_rows() in another mode than to nearest: element by element.
 template <class Real>
 std::int64_t round_otherwise(const Format& format, Real* data, std::int64_t rows, std::int64_t n, const Draw& draw) {
@@ -317,11 +328,7 @@ void encode_scaled(const Format& format, const Real* data, std::int64_t rows, st
     for (std::int64_t i = 0; i < rows * n; ++i) put(i, data[i]);
     return;
   }
-  const StoredScales stored(format, scales);
-  const Scaler<Real> scaler(format, stored.head());
-  std::int64_t next = 0;
-  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
-    const Real scale = scaler.value(stored.code(next++));
+  for_each_stored_block<Real>(format, scales, rows, n, [&](std::int64_t first, std::int64_t count, Real scale) {
     if (std::isnan(scale)) return;
     for (std::int64_t i = first; i < first + count; ++i) put(i, data[i] / scale);
   });
@@ -363,11 +370,7 @@ void decode_rows(const Format& format, const std::byte* codes, const void* scale
     for (std::int64_t i = 0; i < rows * n; ++i) data[i] = get(i);
     return;
   }
-  const StoredScales stored(format, scales);
-  const Scaler<Real> scaler(format, stored.head());
-  std::int64_t next = 0;
-  for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
-    const Real scale = scaler.value(stored.code(next++));
+  for_each_stored_block<Real>(format, scales, rows, n, [&](std::int64_t first, std::int64_t count, Real scale) {
     for (std::int64_t i = first; i < first + count; ++i) data[i] = get(i) * scale;
   });
 }
