@@ -12,7 +12,7 @@ if(REPLAYSSM_CUDA STREQUAL "AUTO")
 endif()
 if(REPLAYSSM_CUDA STREQUAL "ON" OR (REPLAYSSM_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_COMPILER))
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90)  # its machine code, and PTX for later ones
+    set(CMAKE_CUDA_ARCHITECTURES 90a 90-virtual)  # machine code for it alone, and PTX for later ones
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit QUIET)

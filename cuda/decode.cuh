@@ -2,8 +2,10 @@
 
 // The fast kernel: reads tiles of states, or rebuilds them.
 
+#include "cuda/fetch.cuh"
 #include "cuda/prepare.cuh"
 #include "cuda/rebuild.cuh"
+#include "cuda/runs.cuh"
 
 namespace replayssm::cuda {
 
@@ -65,7 +67,7 @@ class Outputs : public TileType {
       if constexpr (scaled(T::Read)) whole *= this->template in_shared<float>(g.scale)[r];
 #pragma unroll
       for (int m = 0; m < kVectors; ++m) z[m] = fmaf(whole, z[m], lane_sum<kCopies, kApart>(recent[m]));
-      if (copy == 0 && row < g.tile) finish(r, h, p, gate, weight, z);
+      if (copy == 0 && row < g.tile) finish(r, gate, weight, z);
     }
   }
 
@@ -160,25 +162,20 @@ class Outputs : public TileType {
     }
   }
 
-  __device__ void finish(int r, int h, int p, const float* gate, const float* weight,
-                         const float (&z)[kVectors]) const {
+  __device__ void finish(int r, const float* gate, const float* weight, const float (&z)[kVectors]) const {
     const float x = this->value(r);
-    const auto append = [&](const RingField& field, float u) {
-      const auto P = static_cast<int>(step_.shape.head_dim);
-      store(field.type, at_.records(field, head_ + h, P), static_cast<std::int64_t>(held_) * P + p0_ + p, u);
-    };
     if constexpr (!T::kDelta) {
       this->write_y(r, this->with_skip(gate, x, fmaf(weight[held_], x, z[0])));
-      append(step_.ring.v, x);
+      this->append(0, r, x);
     } else {
       const float u = gate[1] * (x - z[1]);
       this->write_y(r, fmaf(weight[held_], u, z[0]));
       if constexpr (T::Split) {
         // Later outputs use the u of the record as it is stored.
-        append(step_.ring.u, gate[1] * (round_to(step_.ring.v.type, x) - z[2]));
-        append(step_.ring.v, x);
+        this->append(0, r, gate[1] * (round_to(step_.ring.v.type, x) - z[2]));
+        this->append(1, r, x);
       } else {
-        append(step_.ring.u, u);
+        this->append(0, r, u);
       }
     }
   }
@@ -195,14 +192,19 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
   wait_for_predecessor();
   const Rows rows = tiles.order();
   __syncthreads();
-  if (threadIdx.x >= kWorkers + 32) {
-    tiles.fetch_all();
-    return;
-  }
   if (threadIdx.x >= kWorkers) {
-    Prepare<Tiles>(tiles, rows).run();
+    set_registers<kOtherRegisters, false>();
+    const int other = static_cast<int>(threadIdx.x - kWorkers) / 32;
+    if (other == 0) {
+      Fetch<Tiles>(tiles).run();
+    } else if (other == 1) {
+      Runs<Tiles>(tiles, rows).run();
+    } else {
+      Prepare<Tiles>(tiles).run(other - 2);
+    }
     return;
   }
+  set_registers<kWorkerRegisters, true>();
   if (threadIdx.x % 32 == 0) tiles.progress() = {0, 0, 0, static_cast<std::uint16_t>(threadIdx.x / 32), 0};
   __syncwarp();
   for (;;) {
@@ -213,14 +215,14 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
     if (tile.held < 0) return;
     barrier_wait(tiles.ready(brief / 2), brief & 1);
     tiles.assign(tile);
-    tiles.in_stage(stage / 2);
+    tiles.in_stage(stage / 2, (stage & 1) != 0);
     tiles.in_brief(brief / 2);
     if (tiles.flushes()) {
-      barrier_wait(tiles.raw(brief / 2), brief & 1);  // flushes read what Prepare has read, too
       Rebuild<Tiles>(tiles).run();
     } else {
       Outputs<Tiles>(tiles).run();
     }
+    before_copies();
     __syncwarp();
     tiles.forget();
     if (threadIdx.x % 32 == 0) {

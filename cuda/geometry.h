@@ -18,10 +18,11 @@ struct Footprint {
   int ring_bytes;        ///< of an element of the ring field that outputs read,
   int flush_ring_bytes;  ///< and of that which flushes read
   int x_bytes, w_bytes;
-  int vector_bytes;  ///< of an element of B and one of C, or k and q
-  int gate_bytes;    ///< of an element of the raw gates, KDA
-  bool matrices;     ///< flushes use matrix products: one decay a head, w in bf16
-  int parts;         ///< of a vector that outputs multiply the state with, 0: it is in fp32
+  int y_bytes, append_bytes;  ///< of an element of y, and of what is appended to the ring beside it
+  int vector_bytes;           ///< of an element of B and one of C, or k and q
+  int gate_bytes;             ///< of an element of the raw gates, KDA
+  bool matrices;              ///< flushes use matrix products: one decay a head, w in bf16
+  int parts;                  ///< of a vector that outputs multiply the state with, 0: it is in fp32
 };
 
 /// Rows that a warp reads at once for outputs.
@@ -65,12 +66,13 @@ struct Geometry {
   Divisor by_tiles, by_head_dim, by_group;  ///< the numbers of tiles, of rows of a head, and of heads in a group
   int turns = 0;                            ///< batches of outputs in a tile, negative
   int stages = 0, stage_bytes = 0, briefs = 0, brief_bytes = 0;
-  int scale = 0, ring = 0, x = 0;                                                 ///< in a stage, behind the states
-  int ring_w = 0, ring_gain = 0, ring_log = 0, raw = 0, raw_gates = 0;            ///< in a brief: what Prepare reads,
-  int gates = 0, vectors = 0, parts = 0, part_factors = 0;                        ///< and what it leaves
-  int order_rows = 0;                                                             ///< rows that are put in order, or 0
-  int brief = 0, order = 0, counts = 0, gram = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages,
-  int progress = 0;
+  int scale = 0, ring = 0, x = 0, out = 0, out_bytes = 0;  ///< in a stage, behind the states
+  int ring_w = 0, ring_gain = 0, ring_log = 0, raw = 0, raw_gates = 0,
+      raw_decays = 0;                                                   ///< in a brief: what Prepare reads,
+  int gram = 0, gates = 0, vectors = 0, parts = 0, part_factors = 0;    ///< and what it leaves
+  int order_rows = 0;                                                   ///< rows that are put in order, or 0
+  int brief = 0, order = 0, counts = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages,
+  int progress = 0, position = 0;
   int flush_bytes = 0, w = 0, keys = 0, products = 0;  ///< for flushes; flush_bytes: to their second places, or 0
   int shared_bytes = 0;                                ///< 0: no layout fits
 };
@@ -83,7 +85,7 @@ inline constexpr int kMostOrdered = 2048;
 inline constexpr int kMostLength = 64;
 /// Stages of a block, and briefs.
 inline constexpr int kMostStages = 4, kMostBriefs = 4;
-inline constexpr int kAssignmentBytes = 32, kProgressBytes = 128;
+inline constexpr int kAssignmentBytes = 32, kProgressBytes = 128, kPositionBytes = 32, kRawGatesBytes = 20;
 /// Barriers of pieces that warps of a flush fetch themselves.
 inline constexpr int kPieceBarriers = 16;
 
@@ -123,6 +125,8 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.scale = take(f.scaled ? tile * 4 : 0);
   g.ring = take(tile * records * std::max(f.ring_bytes, f.flush_ring_bytes));
   g.x = take(tile * f.x_bytes);
+  g.out_bytes = tile * (f.y_bytes + f.append_bytes);
+  g.out = take(2 * g.out_bytes);
   g.stage_bytes = (at + 127) / 128 * 128;
 
   at = 0;
@@ -130,20 +134,22 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.ring_gain = take(!f.delta || f.split ? g.run_heads * records * 4 : 0);
   g.ring_log = take(f.delta ? (f.column_decay ? N : g.run_heads) * records * 4 : 0);
   g.raw = take(N * f.vector_bytes);
-  g.raw_gates = take(f.column_decay ? N * f.gate_bytes : 0);
+  g.raw_gates = take(g.run_heads * kRawGatesBytes);
+  g.raw_decays = take(f.column_decay ? N * f.gate_bytes : 0);
   g.gates = take(g.run_heads * g.gate_stride * 4);
   g.vectors = take(g.vector_count * N * 4);
   // Columns that are read side by side begin in different banks.
   g.parts = take(outputs * f.parts * (N * 2 + 16));
   g.part_factors = take(16);
+  g.gram = take(outputs * g.slots * 4 + N * 2);
   g.brief_bytes = (at + 127) / 128 * 128;
 
   at = 0;
   g.order_rows = step.rows > kMostOrdered ? 0 : static_cast<int>(step.rows);
   g.order = take(g.order_rows * 8);
   g.counts = take(128);
-  g.gram = take(outputs * g.slots * 4 + N * 2);
   g.progress = take(kProgressBytes);
+  g.position = take(kPositionBytes);
   g.barriers = take((2 * kMostStages + 4 * kMostBriefs + 1 + kPieceBarriers) * 8);
   g.assignments = take((kMostBriefs + kMostStages) * kAssignmentBytes);
   // What flushes arrange; twice, if there is room: while slow warps are at one, others may begin the next.
@@ -156,10 +162,10 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
                                  : 0);
   g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 1)) * 4 : 0);
   // As much as fits of: two stages, so that one is fetched while the other is read; flush arrays twice; and briefs, one
-  // in use, one in the making and one ahead, where tiles come alone two.
-  const int arrays = at - begin, most_briefs = run > 1 ? 3 : kMostBriefs;
+  // in use and two in the making.
+  const int arrays = at - begin;
   for (const bool twice : {true, false}) {
-    for (int briefs = most_briefs; briefs >= 2 && g.stages < 2; --briefs) {
+    for (int briefs = 3; briefs >= 2 && g.stages < 2; --briefs) {
       g.flush_bytes = twice ? arrays : 0;
       g.briefs = briefs;
       g.stages = std::min(kMostStages, (shared_limit - at - g.flush_bytes - briefs * g.brief_bytes) / g.stage_bytes);
@@ -170,7 +176,7 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.brief = g.stages * g.stage_bytes;
   const int block = g.brief + g.briefs * g.brief_bytes;
   for (int* offset :
-       {&g.order, &g.counts, &g.gram, &g.progress, &g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) {
+       {&g.order, &g.counts, &g.progress, &g.position, &g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) {
     *offset += block;
   }
   g.shared_bytes = block + at;

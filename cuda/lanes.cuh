@@ -36,7 +36,23 @@ __device__ inline void bulk_copy(void* to, const void* from, std::uint32_t size,
                : "memory");
 }
 
-/// Starts copying 4 or 16 bytes, which only arrive_after_copies() waits for.
+/// Starts a copy of `size` bytes, a multiple of 16, to memory.
+__device__ inline void bulk_store(void* to, const void* from, std::uint32_t size) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(size)
+               : "memory");
+}
+/// Ends a group of those that this thread starts.
+__device__ inline void close_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Waits until all but the last `Later` of these groups have read what they store.
+template <int Later>
+__device__ inline void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Later) : "memory");
+}
+/// Waits until all are done.
+__device__ inline void wait_for_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/// Starts copying 4 or 16 bytes, which wait_for_copies() waits for.
 template <int Bytes>
 __device__ inline void copy_async(void* to, const void* from) {
   if constexpr (Bytes == 16) {
@@ -46,9 +62,12 @@ __device__ inline void copy_async(void* to, const void* from) {
                  : "memory");
   }
 }
-/// Arrives once the copies of copy_async() that this thread has started are done, at once where there are none.
-__device__ inline void arrive_after_copies(std::uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+/// Ends a group of the copies that this thread starts by copy_async().
+__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until all but the last `Later` of these groups are done.
+template <int Later>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Later) : "memory");
 }
 
 __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase) {
@@ -86,6 +105,19 @@ __device__ inline void before_copies() { asm volatile("fence.proxy.async.shared:
 template <int Threads>
 __device__ inline void sync_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
+}
+
+/// Gives a warp of a group of four, all of which call this, `Count` registers a thread, fewer or more than it has; more
+/// have to be given back by others first. Nothing where the target cannot.
+template <int Count, bool more>
+__device__ inline void set_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (more) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+  }
+#endif
 }
 
 /// The next kernel of the stream may start, and wait for this one where it needs it.

@@ -62,6 +62,10 @@ Arguments<StepType> arrange(const StepType& step) {
   f.split = split;
   f.ring_bytes = f.flush_ring_bytes = bytes(step.ring.v.type);
   f.w_bytes = bytes(step.ring.w.type);
+  f.y_bytes = bytes(step.y_type);
+  f.append_bytes = step.length == 1 ? 0
+                   : delta          ? bytes(step.ring.u.type) + (split ? bytes(step.ring.v.type) : 0)
+                                    : bytes(step.ring.v.type);
   f.parts = read == Storage::fp32 ? 0 : read == Storage::bf16 ? 3 : 2;
   if constexpr (delta) {
     f.ring_bytes = bytes(step.ring.u.type);
@@ -94,6 +98,7 @@ bool serves(const StepType& step) {
     return false;
   }
   if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
+  if (!aligned(step.y) || step.y_stride * bytes(step.y_type) % 16 != 0) return false;
   const bool ring = step.length > 1;
   if (ring && !aligned(step.ring.w)) return false;
   if constexpr (delta) {

@@ -19,7 +19,9 @@ __device__ inline OrderedRow make_row(int row, int slot, int held) { return {slo
 /// back.
 struct Rows {
   int all, flushing, gap;
-  __device__ int place(int number) const { return number < flushing ? number : number + gap; }
+  /// Where queue 0, of those that flush, and queue 1 begin, and how many they have.
+  __device__ int first(int queue) const { return queue == 0 ? 0 : flushing + gap; }
+  __device__ int count(int queue) const { return queue == 0 ? flushing : all - flushing; }
 };
 
 /// Fills `order`, shared memory of step.rows entries, with the rows that flush, which take longest, and the others; by

@@ -40,11 +40,33 @@ __device__ inline void load_run(Scalar type, const void* data, std::int64_t i, f
   }
 }
 
+/// Rounds x into elements i .. i + Count, i a multiple of Count.
+template <int Count>
+__device__ inline void store_run(Scalar type, void* data, std::int64_t i, const float (&x)[Count]) {
+  auto* p = static_cast<std::byte*>(data) + i * bytes(type);
+  if constexpr (Count % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < Count; k += 4) {
+      if (type == Scalar::fp32) {
+        store_words<16>(p + k * 4, encode_four<Storage::fp32>(x + k));
+      } else if (type == Scalar::bf16) {
+        store_words<8>(p + k * 2, encode_four<Storage::bf16>(x + k));
+      } else {
+        store_words<8>(p + k * 2, encode_four<Storage::fp16>(x + k));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) store(type, p, k, x[k]);
+  }
+}
+
 /// How blocks share out the tiles of a step; all zero between steps.
 struct Tickets {
-  unsigned drawn;  ///< tiles beyond those that every block begins with
-  unsigned done;   ///< blocks that draw no more
+  unsigned drawn[2];  ///< turns of each queue, beyond those that blocks begin with
+  unsigned done;      ///< blocks that draw no more
 };
+static_assert(sizeof(Tickets) <= kWorkspaceBytes);
 
 template <class StepType>
 struct Arguments {

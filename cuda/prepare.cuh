@@ -1,9 +1,8 @@
 #pragma once
 
-// What the heads of a run of tiles share, worked out once by one warp while others work on the tiles before. The warp
-// also decides which run is next.
+// What the heads of a run of tiles share, worked out once by one warp while others work on the tiles before.
 
-#include "cuda/runs.cuh"
+#include "cuda/tile.cuh"
 
 namespace replayssm::cuda {
 
@@ -13,84 +12,55 @@ namespace replayssm::cuda {
 /// Vectors left in the brief: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold
 /// it, all normalised. KDA the same times e^G, then q, e^G, k and the token's log decay as they are.
 template <class TileType>
-class Prepare : public Runs<TileType> {
+class Prepare : public TileType {
   using T = TileType;
-  using R = Runs<TileType>;
-  using R::group, R::heads, R::records;
-  using T::at_, T::brief_, T::flush_, T::geometry_, T::head_, T::held_, T::lane_, T::step_;
-  using typename R::RawGates, typename R::Turns;
+  using T::at_, T::brief_, T::flush_, T::geometry_, T::group, T::heads, T::records, T::head_, T::held_, T::lane_,
+      T::step_;
+  using typename T::RawGates;
   static constexpr int N = T::N, kVectors = T::kVectors, kEach = N / 32;
   static constexpr bool kDelta = T::kDelta, kColumns = T::kColumns, kSplit = T::Split;
   /// Records whose products are summed over the lanes at once.
-  static constexpr int kAtOnce = 8;
+  static constexpr int kAtOnce = 4;
 
  public:
-  __device__ Prepare(const T& tile, const Rows& rows) : R(tile, rows) {}
+  __device__ explicit Prepare(const T& tile) : T(tile) {}
 
-  /// Takes runs until there are no more. Which block gets which is left to chance: flushes take longer.
-  __device__ void run() {
-    Turns turns = this->first_turn();
-    Brief made{}, next{};  // next: told, and its copies are on their way
-    begin(next, this->take(turns));
-    while (next.run.held >= 0) {
+  /// Prepares every kPreparers-th run, from number `first` on, until there are no more.
+  __device__ void run(int first) {
+    std::uint32_t brief = first == 0 ? 0 : this->after(0, geometry_.briefs);  // twice the number, and the phase
+    static_assert(kPreparers == 2);
+    for (;;) {
       this->forget();
-      made = next;
-      const Assignment run = this->take(turns);
-      next.number = made.number + 1 == geometry_.briefs ? 0 : made.number + 1;
-      next.phase = made.phase ^ (next.number == 0 ? 1 : 0);
-      // Copies take time: they are started before the brief at hand is made, unless that has to wait.
-      const bool early = barrier_done(this->free(next.number), next.phase ^ 1);
-      if (early) begin(next, run);
-      barrier_wait(this->raw(made.number), made.phase);
-      this->assign(made.run);
-      this->in_brief(made.number);
-      prepare(made.gates);
+      const auto number = static_cast<int>(brief / 2);
+      barrier_wait(this->told(number), brief & 1);
+      const Assignment& run = this->of_brief(number);
+      if (run.held < 0) return;
+      this->assign(run);
+      this->in_brief(number);
+      barrier_wait(this->raw(number), brief & 1);
+      if constexpr (kColumns) {
+        current_vectors();
+        columns();
+      } else {
+        scalars();
+        this->launder();
+        current_vectors();
+        if (kDelta || !flush_) multiply_records();
+        this->launder();
+        weigh_records();
+      }
       __syncwarp();
-      arrive(this->ready(made.number));
-      if (!early) begin(next, run);
+      arrive(this->ready(number));
+      brief = this->after(this->after(brief, geometry_.briefs), geometry_.briefs);
     }
-    // The last of all blocks leaves the tickets as it found them.
-    if (lane_ == 0 && atomicInc(&this->tickets()->done, gridDim.x - 1) == gridDim.x - 1) this->tickets()->drawn = 0;
   }
 
  private:
-  struct Brief {
-    int number;
-    std::uint32_t phase;
-    Assignment run;
-    RawGates gates;
-  };
+  // ---- the token's vectors ------------------------------------------------------------------------------------------
 
-  /// Tells the other warps of a run and starts the copies of what is to be prepared.
-  __device__ void begin(Brief& brief, const Assignment& run) {
-    brief.run = run;
-    barrier_wait(this->free(brief.number), brief.phase ^ 1);  // of a new barrier, the phase before counts as complete
-    if (lane_ == 0) {
-      this->of_brief(brief.number) = run;
-      arrive(this->told(brief.number));
-    }
-    if (run.held < 0) return;
-    this->assign(run);
-    this->in_brief(brief.number);
-    brief.gates = this->load_gates();
-    this->fetch(this->raw(brief.number));
-  }
-
-  // ---- preparing ----------------------------------------------------------------------------------------------------
-
-  __device__ void prepare(const RawGates& gates) {
-    current_vectors();
-    if constexpr (kColumns) {
-      columns(gates);
-    } else {
-      scalars(gates);
-    }
-  }
-
-  __device__ float* gram() const { return this->template in_block<float>(geometry_.gram); }
+  __device__ float* gram() const { return this->template in_brief<float>(geometry_.gram); }
   __device__ void put(int m, const float (&x)[kEach]) const {
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) this->vector(m)[lane_ * kEach + e] = x[e];
+    store_run(Scalar::fp32, this->vector(m), lane_ * kEach, x);
   }
   /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power
   /// of two that brings the largest element to 2^14: elements down to 2^-16 of it keep 22 bits, and of others no more
@@ -153,9 +123,12 @@ class Prepare : public Runs<TileType> {
         for (int e = 0; e < kEach; ++e) sum = fmaf(vector_[m][e], vector_[m][e], sum);
         const float norm = sqrtf(lane_sum<32>(sum) + 1e-6f),
                     factor = m == 0 ? __frsqrt_rn(static_cast<float>(N)) : 1.0f;
+        // 1e-3 to 2^64, or infinite where the sum is, or NaN.
+        const Divider by_norm(norm);
+        const auto quotient = [&](float x) { return by_norm.quick ? by_norm.quick_quotient(x) : x * by_norm.r; };
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) vector_[m][e] = __fdiv_rn(vector_[m][e], norm) * factor;
-        norm_[m] = __fdiv_rn(factor, norm);
+        for (int e = 0; e < kEach; ++e) vector_[m][e] = quotient(vector_[m][e]) * factor;
+        norm_[m] = quotient(factor);
       }
 #pragma unroll
       for (int e = 0; e < kEach; ++e) vector_[2][e] = round_to(step_.ring.w.type, vector_[1][e]);
@@ -171,11 +144,7 @@ class Prepare : public Runs<TileType> {
     }
     // The first run of the group appends it.
     if (!flush_ && this->p0_ == 0 && group() * geometry_.by_group.d == head_) {
-      std::byte* to = at_.records(step_.ring.w, group(), N);
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        store(step_.ring.w.type, to, held_ * N + lane_ * kEach + e, vector_[1][e]);
-      }
+      store_run(step_.ring.w.type, at_.records(step_.ring.w, group(), N), held_ * N + lane_ * kEach, vector_[1]);
     }
   }
 
@@ -189,32 +158,24 @@ class Prepare : public Runs<TileType> {
 
   // ---- one decay a head ---------------------------------------------------------------------------------------------
 
-  __device__ void scalars(const RawGates& raw) const {
-    if (kDelta || !flush_) {
-      if (step_.ring.w.type == Scalar::bf16 && this->c_input().type == Scalar::bf16 &&
-          this->w_input().type == Scalar::bf16) {
-        matrix_products();
-      } else {
-        products();
-      }
-    }
-    // The gates of head h in lane h.
+  /// The gates of head h, by lane h.
+  __device__ void scalars() const {
     float gain = 0, log_decay = 0, rate = 0;
     if (lane_ < heads()) {
       const int head = head_ + lane_;
-      rate = -expf(step_.A_log[head]);
-      const float bias = step_.dt_bias[head];
+      const RawGates& raw = this->raw_gates(lane_);
+      rate = -expf(raw.A_log);
       float* gates = this->gates(lane_);
       if constexpr (kDelta) {
         gain = step_.beta_scale * sigmoid(from_bits(step_.beta.type, raw.gain));
-        log_decay = rate * softplus(from_bits(step_.gate.type, raw.gate) + bias);
+        log_decay = rate * softplus(from_bits(step_.gate.type, raw.gate) + raw.bias);
         gates[2] = 0;
       } else {
-        gain = softplus(from_bits(step_.dt.type, raw.gate) + bias);
+        gain = softplus(from_bits(step_.dt.type, raw.gate) + raw.bias);
         if (gain < step_.dt_min) gain = step_.dt_min;
         if (gain > step_.dt_max) gain = step_.dt_max;
         log_decay = rate * gain;
-        gates[2] = step_.D ? step_.D[head] : 0.0f;
+        gates[2] = raw.skip;
       }
       gates[1] = gain, gates[3] = log_decay;
       // The run with a head's first row appends what is the head's.
@@ -225,7 +186,17 @@ class Prepare : public Runs<TileType> {
     }
     if (lane_ < heads()) sum_decays(rate, log_decay);
     __syncwarp();
-    weigh_records();
+  }
+
+  /// The products of the records' w with the vectors, the token's own w as the last record.
+  __device__ void multiply_records() const {
+    if (step_.ring.w.type == Scalar::bf16 && this->c_input().type == Scalar::bf16 &&
+        this->w_input().type == Scalar::bf16) {
+      matrix_products();
+    } else {
+      products();
+    }
+    __syncwarp();
   }
 
   /// The same where all is in bf16, as matrix products of 16 records and 8 columns: c and w as they came, and the
@@ -236,10 +207,7 @@ class Prepare : public Runs<TileType> {
     const auto* raw = this->template in_brief<std::byte>(geometry_.raw) + t * 16;
     const auto* stored = reinterpret_cast<const std::byte*>(gram() + kVectors * geometry_.slots);
     if constexpr (kVectors == 3) {
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        store(Scalar::bf16, const_cast<std::byte*>(stored), lane_ * kEach + e, vector_[2][e]);
-      }
+      store_run(Scalar::bf16, const_cast<std::byte*>(stored), lane_ * kEach, vector_[2]);
       __syncwarp();
     }
     const std::byte* column = g < 2 ? raw + g * 2 * N : g < kVectors ? stored + t * 16 : nullptr;
@@ -334,11 +302,12 @@ class Prepare : public Runs<TileType> {
   // ---- one decay a channel ------------------------------------------------------------------------------------------
 
   /// Takes the records newest first, with the suffix sum of each of the lane's channels.
-  __device__ void columns(const RawGates& raw) const {
-    const float rate = -expf(step_.A_log[head_]);
-    const float gain = step_.beta_scale * sigmoid(from_bits(step_.beta.type, __shfl_sync(~0u, raw.gain, 0)));
+  __device__ void columns() const {
+    const RawGates& raw = this->raw_gates(0);
+    const float rate = -expf(raw.A_log);
+    const float gain = step_.beta_scale * sigmoid(from_bits(step_.beta.type, raw.gain));
     float log_decay[kEach], sum[kEach] = {};
-    load_run(step_.gate.type, brief_ + geometry_.raw_gates, lane_ * kEach, log_decay);
+    load_run(step_.gate.type, brief_ + geometry_.raw_decays, lane_ * kEach, log_decay);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       log_decay[e] = rate * softplus(log_decay[e] + step_.dt_bias[head_ * N + lane_ * kEach + e]);

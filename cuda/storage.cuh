@@ -195,6 +195,7 @@ struct Divider {
     return __fmaf_rn(-__fmaf_rn(q, d, -x), r, q);
   }
 };
+
 /// The same where the divisor is out of that range; apart, so that it does not fill the instruction cache.
 __device__ __noinline__ inline float careful_quotient(float x, float d) { return __fdiv_rn(x, d); }
 

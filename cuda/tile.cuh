@@ -1,19 +1,27 @@
 #pragma once
 
-// The states of a step, tile by tile: one warp of a block takes tiles and prepares what the heads of a tile share
-// (prepare.cuh), one fetches their states, the others work (decode.cuh, rebuild.cuh).
+// The states of a step, tile by tile. Of the warps of a block one takes runs of tiles (runs.cuh), one fetches their
+// states (fetch.cuh), some prepare what the heads of a run share (prepare.cuh), the others work (decode.cuh,
+// rebuild.cuh).
 
 #include "cuda/order.cuh"
 
 namespace replayssm::cuda {
 
-/// Warps that work, and with those that fetch and prepare.
-inline constexpr int kWarps = 8, kWorkers = 32 * kWarps, kThreads = kWorkers + 64;
+/// Warps that work, those that prepare, and with the two that take and fetch.
+inline constexpr int kWarps = 8, kPreparers = 2;
+inline constexpr int kWorkers = 32 * kWarps, kThreads = kWorkers + 32 * (2 + kPreparers);
+/// Blocks on a multiprocessor.
+inline constexpr int kResident = 2;
+/// Registers of a thread that works, and of another: the block's share, which all begin with alike. It takes groups of
+/// four warps, and a target that has the instruction.
+inline constexpr int kWorkerRegisters = 88, kOtherRegisters = 64;
+static_assert(kWarps % 4 == 0 && kThreads % 128 == 0);
+static_assert(kWorkers * kWorkerRegisters + (kThreads - kWorkers) * kOtherRegisters <=
+              kThreads * (65536 / kResident / kThreads / 8 * 8));
 /// Pieces of an anchor that a warp may have on their way.
 inline constexpr int kOwnPieces = 2;
 static_assert(kPieceBarriers == kOwnPieces * kWarps);
-/// Blocks on a multiprocessor.
-inline constexpr int kResident = 2;
 
 /// A run of tiles of a row, or one of them. held < 0: nothing more comes.
 struct alignas(16) Assignment {
@@ -85,7 +93,11 @@ class Tile {
   __device__ static std::uint32_t after(std::uint32_t at, int count) {
     return at / 2 + 1 == static_cast<std::uint32_t>(count) ? (at & 1) ^ 1 : at + 2;
   }
-  __device__ void in_stage(int stage) { shared_ = memory_ + stage * geometry_.stage_bytes; }
+  /// Odd: whether it is the second, fourth, ... time that the stage is used.
+  __device__ void in_stage(int stage, bool odd) {
+    shared_ = memory_ + stage * geometry_.stage_bytes;
+    odd_ = odd;
+  }
   __device__ void in_brief(int brief) { brief_ = memory_ + geometry_.brief + brief * geometry_.brief_bytes; }
   __device__ bool flushes() const { return flush_; }
 
@@ -132,36 +144,6 @@ class Tile {
     return order_rows(step_, in_block<OrderedRow>(geometry_.order), in_block<int>(geometry_.counts));
   }
 
-  // ---- fetching states, by one warp ---------------------------------------------------------------------------------
-
-  __device__ void fetch_all() {
-    std::uint32_t phase = 1, brief_phase = 0;  // of a new barrier, the phase before counts as complete
-    for (int stage = 0, brief = 0;;) {
-      barrier_wait(told(brief), brief_phase);
-      Assignment tile = of_brief(brief);
-      do {
-        barrier_wait(empty(stage), phase);
-        if (lane_ == 0) of_stage(stage) = tile;
-        if (tile.held < 0) {
-          if (lane_ == 0) arrive(full(stage));
-          return;
-        }
-        assign(tile);
-        in_stage(stage);
-        fetch_states(full(stage));
-        if (++stage == geometry_.stages) stage = 0, phase ^= 1;
-        tile.first += geometry_.tile;
-        tile.p += geometry_.tile;
-        if (tile.p >= step_.shape.head_dim) {
-          tile.p = 0;
-          tile.head += geometry_.heads;
-          tile.heads_before += geometry_.heads;
-        }
-      } while (--tile.tiles > 0);
-      if (++brief == geometry_.briefs) brief = 0, brief_phase ^= 1;
-    }
-  }
-
  protected:
   /// Of the stage, the brief, and the block.
   template <class T>
@@ -183,6 +165,18 @@ class Tile {
   }
   __device__ Tickets* tickets() const { return static_cast<Tickets*>(step_.workspace); }
   __device__ std::uint64_t* barriers() const { return reinterpret_cast<std::uint64_t*>(memory_ + geometry_.barriers); }
+
+  /// Of the run: its heads, their group, and the records of a full ring.
+  __device__ int heads() const { return max(1, geometry_.by_head_dim.quotient(tiles_ * geometry_.tile)); }
+  __device__ int group() const { return geometry_.by_group.quotient(head_); }
+  __device__ int records() const { return static_cast<int>(step_.length) - 1; }
+  /// What head number h of the run has as gates, as it lies in memory: dt or the gate, and beta; and the parameters.
+  struct RawGates {
+    std::uint32_t gate, gain;
+    float A_log, bias, skip;
+  };
+  static_assert(sizeof(RawGates) == kRawGatesBytes);
+  __device__ RawGates& raw_gates(int h) const { return in_brief<RawGates>(geometry_.raw_gates)[h]; }
 
   /// Codes and scales of the tile.
   __device__ std::byte* codes(const StatePool& pool, Storage storage) const {
@@ -229,8 +223,22 @@ class Tile {
     }
     return y;
   }
-  __device__ void write_y(int r, float y) const {
-    store(step_.y_type, step_.y, std::int64_t{at_.row} * step_.y_stride + first_ + r, y);
+  /// What the tile leaves beside its states, for Fetch to store: y [tile], then what is appended to the ring, u and v,
+  /// or x, [tile] each. In two places by turns, as the stage's states are fetched anew while these are on their way.
+  __device__ std::byte* out() const { return shared_ + geometry_.out + (odd_ ? geometry_.out_bytes : 0); }
+  __device__ void write_y(int r, float y) const { store(step_.y_type, out(), r, y); }
+  /// To the field number i of two.
+  __device__ void append(int i, int r, float u) const {
+    int offset = geometry_.tile * bytes(step_.y_type);
+    if (i == 1) offset += geometry_.tile * bytes(appended(0).type);
+    store(appended(i).type, out() + offset, r, u);
+  }
+  __device__ const RingField& appended(int i) const {
+    if constexpr (kDelta) {
+      return i == 0 ? step_.ring.u : step_.ring.v;
+    } else {
+      return step_.ring.v;
+    }
   }
   /// Of the piece of the checkpoint or anchor from row `done` of the tile.
   __device__ int piece_bytes(int done) const { return min(geometry_.piece, geometry_.tile - done) * N * bytes(Anchor); }
@@ -262,45 +270,13 @@ class Tile {
   std::byte *shared_ = nullptr, *brief_ = nullptr;  // the stage and the brief
   int warp_, lane_;
   int first_ = 0, head_ = 0, p0_ = 0, held_ = 0, tiles_ = 0, heads_before_ = 0;
-  bool flush_ = false;
+  bool flush_ = false, odd_ = false;
 
   /// Row `at_.row` of activations from element `first` on, `count` of them.
   __device__ void copy_row(std::byte* to, const Activations& from, int first, int count, std::uint64_t* barrier) const {
     bulk_copy(
         to, static_cast<const std::byte*>(from.data) + (std::int64_t{at_.row} * from.stride + first) * bytes(from.type),
         static_cast<std::uint32_t>(count * bytes(from.type)), barrier);
-  }
-
- private:
-  /// States with their scales, live records [heads, held, head_rows] and x.
-  __device__ void fetch_states(std::uint64_t* barrier) const {
-    const Geometry& g = geometry_;
-    const auto P = static_cast<int>(step_.shape.head_dim);
-    const RingField& field = staged();
-    const int state_bytes = flush_ ? piece_bytes(0) : g.tile * N * bytes(Read);
-    const bool with_scale = flush_ ? scaled(Anchor) : scaled(Read);
-    const int x_bytes = g.tile * bytes(values().type), record_bytes = g.head_rows * bytes(field.type);
-    if (lane_ == 0) {
-      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
-                                                            g.heads * held_ * record_bytes));
-      const StatePool& pool = Split && !flush_ ? step_.read : step_.state;
-      bulk_copy(shared_, flush_ ? anchor_rows(0) : codes(pool, Read), static_cast<std::uint32_t>(state_bytes), barrier);
-      if (with_scale) bulk_copy(shared_ + g.scale, scales(pool), static_cast<std::uint32_t>(g.tile * 4), barrier);
-      copy_row(shared_ + g.x, values(), first_, g.tile, barrier);
-    }
-    __syncwarp();
-    const bool whole_heads = g.head_rows == P;
-    const int runs = whole_heads ? 1 : held_;
-    const int run_bytes = whole_heads ? held_ * record_bytes : record_bytes;
-    if (held_ > 0) {
-      for (int i = lane_; i < g.heads * runs; i += 32) {
-        const int h = i / runs, j = i % runs;
-        bulk_copy(shared_ + g.ring + h * held_ * record_bytes + j * record_bytes,
-                  at_.records(field, head_ + h, P) + static_cast<std::int64_t>(j * P + p0_) * bytes(field.type),
-                  static_cast<std::uint32_t>(run_bytes), barrier);
-      }
-    }
-    __syncwarp();
   }
 };
 
