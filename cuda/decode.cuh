@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
     if (tile.held < 0) return;
     barrier_wait(tiles.ready(brief / 2), brief & 1);
     tiles.assign(tile);
-    tiles.in_stage(stage / 2, (stage & 1) != 0);
+    tiles.in_stage(stage / 2);
     tiles.in_brief(brief / 2);
     if (tiles.flushes()) {
       Rebuild<Tiles>(tiles).run();

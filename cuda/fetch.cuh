@@ -37,7 +37,7 @@ class Fetch : public TileType {
         next_stage();
         if (lane_ == 0) this->of_stage(stage / 2) = tile;
         this->assign(tile);
-        this->in_stage(stage / 2, (stage & 1) != 0);
+        this->in_stage(stage / 2);
         fetch_states(this->full(stage / 2));
         after_stage();
         tile.first += geometry_.tile;
@@ -67,7 +67,7 @@ class Fetch : public TileType {
     const Geometry& g = geometry_;
     const auto P = static_cast<int>(step_.shape.head_dim);
     this->assign(this->of_stage(stage / 2));
-    this->in_stage(stage / 2, (stage & 1) == 0);  // the phase is that of the next time
+    this->in_stage(stage / 2);
     const std::byte* from = this->out();
     const int y_bytes = bytes(step_.y_type);
     if (lane_ == 0) {
@@ -88,9 +88,6 @@ class Fetch : public TileType {
       }
     }
     close_bulk_stores();
-    // The stores before these have left their places, which the stage is to use next.
-    wait_for_bulk_reads<1>();
-    __syncwarp();
   }
 
   /// States with their scales, live records [heads, held, head_rows] and x.
@@ -102,8 +99,6 @@ class Fetch : public TileType {
     const bool with_scale = flush_ ? scaled(T::Anchor) : scaled(T::Read);
     const int x_bytes = g.tile * bytes(this->values().type), record_bytes = g.head_rows * bytes(field.type);
     if (lane_ == 0) {
-      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
-                                                            g.heads * held_ * record_bytes));
       const StatePool& pool = T::Split && !flush_ ? step_.read : step_.state;
       bulk_copy(shared_, flush_ ? this->anchor_rows(0) : this->codes(pool, T::Read),
                 static_cast<std::uint32_t>(state_bytes), barrier);
@@ -121,6 +116,13 @@ class Fetch : public TileType {
                   at_.records(field, head_ + h, P) + static_cast<std::int64_t>(j * P + p0_) * bytes(field.type),
                   static_cast<std::uint32_t>(run_bytes), barrier);
       }
+    }
+    // Before the workers may write results anew, those of the tile before have to be read.
+    wait_for_bulk_reads();
+    __syncwarp();
+    if (lane_ == 0) {
+      arrive_and_expect(barrier, static_cast<std::uint32_t>(state_bytes + (with_scale ? g.tile * 4 : 0) + x_bytes +
+                                                            g.heads * held_ * record_bytes));
     }
     __syncwarp();
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "core/format.h"
 #include "cuda/decode.h"
@@ -12,6 +13,8 @@ namespace replayssm::cuda {
 
 /// What the layout depends on besides the step.
 struct Footprint {
+  bool operator==(const Footprint&) const = default;
+
   int read_bytes, anchor_bytes;  ///< of a stored element
   bool scaled;                   ///< the read copy or checkpoint has a scale a row
   bool delta, column_decay, split;
@@ -55,18 +58,19 @@ struct Divisor {
 /// state with, that times w_j . vector (KDA: with the decays inside the product). Each list has `slots` places, of
 /// which number `held` is the token at hand. vectors [vectors, state_dim]: see prepare.cuh.
 struct Geometry {
-  int tile = 0;       ///< state rows (head, p) of a tile: part of a head, or several heads of a group
-  int tiles = 0;      ///< of a sequence
-  int run = 1;        ///< tiles that share a brief
-  int run_heads = 0;  ///< heads in a run
-  int piece = 0;      ///< rows of the checkpoint or anchor that a flush takes at once
-  int heads = 0;      ///< heads in a tile, at least 1
-  int head_rows = 0;  ///< rows of a head in a tile
-  int slots = 0, gate_stride = 0, vector_count = 0;
+  int tile = 0;          ///< state rows (head, p) of a tile: part of a head, or several heads of a group
+  int tiles = 0;         ///< of a sequence
+  int run = 1;           ///< tiles that share a brief,
+  int flush_run = 1;     ///< and of a row that flushes; divides run
+  int flush_weight = 1;  ///< how many more blocks begin with a row that flushes than with another
+  int piece = 0;         ///< rows of the checkpoint or anchor that a flush takes at once
+  int heads = 0;         ///< heads in a tile, at least 1
+  int head_rows = 0;     ///< rows of a head in a tile
+  int slots = 0, gate_stride = 0;
   Divisor by_tiles, by_head_dim, by_group;  ///< the numbers of tiles, of rows of a head, and of heads in a group
   int turns = 0;                            ///< batches of outputs in a tile, negative
   int stages = 0, stage_bytes = 0, briefs = 0, brief_bytes = 0;
-  int scale = 0, ring = 0, x = 0, out = 0, out_bytes = 0;  ///< in a stage, behind the states
+  int scale = 0, ring = 0, x = 0, out = 0;  ///< in a stage, behind the states
   int ring_w = 0, ring_gain = 0, ring_log = 0, raw = 0, raw_gates = 0,
       raw_decays = 0;                                                   ///< in a brief: what Prepare reads,
   int gram = 0, gates = 0, vectors = 0, parts = 0, part_factors = 0;    ///< and what it leaves
@@ -84,8 +88,10 @@ inline constexpr int kMostOrdered = 2048;
 /// The longest ring.
 inline constexpr int kMostLength = 64;
 /// Stages of a block, and briefs.
-inline constexpr int kMostStages = 4, kMostBriefs = 4;
+inline constexpr int kMostStages = 4, kMostBriefs = 3;
 inline constexpr int kAssignmentBytes = 32, kProgressBytes = 128, kPositionBytes = 32, kRawGatesBytes = 20;
+/// Rows that the warps of a block rebuild at once.
+inline constexpr int kFlushRows = 64;
 /// Barriers of pieces that warps of a flush fetch themselves.
 inline constexpr int kPieceBarriers = 16;
 
@@ -103,16 +109,31 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.by_group = Divisor(step.shape.heads / step.shape.groups);
   g.turns = -(tile + rows_at_once(f.read_bytes) - 1) / rows_at_once(f.read_bytes);
   g.run = run;
-  g.run_heads = std::max(1, run * tile / P);
-  const int outputs = output_vectors(f.delta, f.split);
+  // Measured: runs of flushes should be short where memory does not limit them; and where it does, flushes are best
+  // spread over the whole step, half as many blocks again as they would keep busy beginning with them. Else they go
+  // first, on all blocks.
+  const bool solve = f.delta && f.split, eager = step.length == 1;
+  const bool pairs = run % 2 == 0 && (2 * tile % P == 0 || P % (2 * tile) == 0);
+  if (solve || (eager && f.anchor_bytes == 4) || (f.delta && f.anchor_bytes == 1)) {
+    g.flush_run = 1;
+  } else {
+    g.flush_run = f.anchor_bytes == 2 && pairs ? 2 : run;
+  }
+  constexpr int kAllFirst = 1 << 20;
+  if (f.split) {
+    g.flush_weight = !solve && f.read_bytes == 2 ? 24 : kAllFirst;
+  } else {
+    g.flush_weight = f.anchor_bytes == 4 ? 4 : f.anchor_bytes == 2 ? 5 : kAllFirst;
+  }
+  const int run_heads = std::max(1, run * tile / P), outputs = output_vectors(f.delta, f.split);
   g.slots = static_cast<int>((step.length + 3) / 4 * 4);
   g.gate_stride = 4 + (1 + outputs) * g.slots;
-  g.vector_count = f.column_decay ? outputs + 4 : f.delta ? outputs : 2;
   const int state = tile * N * f.read_bytes;
   g.piece = tile;
   if (f.split) {
-    // Rows of one head, as many as the buffer of the read copy holds.
-    for (g.piece = g.head_rows; g.piece > 16 && (g.head_rows % g.piece != 0 || g.piece * N * f.anchor_bytes > state);) {
+    // Rows of one head: as many as the buffer of the read copy holds, or all warps take at once.
+    const int most = std::max(state, kFlushRows * N * f.anchor_bytes);
+    for (g.piece = g.head_rows; g.piece > 16 && (g.head_rows % g.piece != 0 || g.piece * N * f.anchor_bytes > most);) {
       g.piece -= 16;
     }
   }
@@ -125,70 +146,84 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.scale = take(f.scaled ? tile * 4 : 0);
   g.ring = take(tile * records * std::max(f.ring_bytes, f.flush_ring_bytes));
   g.x = take(tile * f.x_bytes);
-  g.out_bytes = tile * (f.y_bytes + f.append_bytes);
-  g.out = take(2 * g.out_bytes);
+  g.out = take(tile * (f.y_bytes + f.append_bytes));
   g.stage_bytes = (at + 127) / 128 * 128;
 
   at = 0;
   g.ring_w = take(records * N * f.w_bytes);
-  g.ring_gain = take(!f.delta || f.split ? g.run_heads * records * 4 : 0);
-  g.ring_log = take(f.delta ? (f.column_decay ? N : g.run_heads) * records * 4 : 0);
+  g.ring_gain = take(!f.delta || f.split ? run_heads * records * 4 : 0);
+  g.ring_log = take(f.delta ? (f.column_decay ? N : run_heads) * records * 4 : 0);
   g.raw = take(N * f.vector_bytes);
-  g.raw_gates = take(g.run_heads * kRawGatesBytes);
+  g.raw_gates = take(run_heads * kRawGatesBytes);
   g.raw_decays = take(f.column_decay ? N * f.gate_bytes : 0);
-  g.gates = take(g.run_heads * g.gate_stride * 4);
-  g.vectors = take(g.vector_count * N * 4);
-  // Columns that are read side by side begin in different banks.
-  g.parts = take(outputs * f.parts * (N * 2 + 16));
+  g.gates = take(run_heads * g.gate_stride * 4);
+  // Flushes read vectors, outputs their parts, but for those of KDA. Columns that are read side by side begin in
+  // different banks.
+  const int vectors = (f.column_decay ? outputs + 4 : f.delta ? outputs : 2) * N * 4;
+  const int parts = outputs * f.parts * (N * 2 + 16);
+  g.vectors = take(f.column_decay ? vectors : std::max(vectors, parts));
+  g.parts = f.column_decay ? take(parts) : g.vectors;
   g.part_factors = take(16);
   g.gram = take(outputs * g.slots * 4 + N * 2);
   g.brief_bytes = (at + 127) / 128 * 128;
 
   at = 0;
-  g.order_rows = step.rows > kMostOrdered ? 0 : static_cast<int>(step.rows);
-  g.order = take(g.order_rows * 8);
   g.counts = take(128);
   g.progress = take(kProgressBytes);
   g.position = take(kPositionBytes);
   g.barriers = take((2 * kMostStages + 4 * kMostBriefs + 1 + kPieceBarriers) * 8);
   g.assignments = take((kMostBriefs + kMostStages) * kAssignmentBytes);
-  // What flushes arrange; twice, if there is room: while slow warps are at one, others may begin the next.
   const int begin = at;
   g.w = take(f.matrices ? (records + 16) / 16 * 16 * N * 2 : (records + 1) * N * 4);  // the token at hand may be in it
-  const bool solve = f.delta && f.split;
   g.keys = take(!solve           ? 0
                 : f.matrices     ? (records + 15) / 16 * 16 * N * 2
                 : f.column_decay ? (records + 1) * N * 4
                                  : 0);
   g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 1)) * 4 : 0);
-  // As much as fits of: two stages, so that one is fetched while the other is read; flush arrays twice; and briefs, one
-  // in use and two in the making.
   const int arrays = at - begin;
-  for (const bool twice : {true, false}) {
-    for (int briefs = 3; briefs >= 2 && g.stages < 2; --briefs) {
-      g.flush_bytes = twice ? arrays : 0;
-      g.briefs = briefs;
-      g.stages = std::min(kMostStages, (shared_limit - at - g.flush_bytes - briefs * g.brief_bytes) / g.stage_bytes);
-    }
+  g.order = at;
+  // What there should be room for, from the best: a brief in use and two in the making, what flushes arrange twice, so
+  // that some warps may begin the next while others are at one, and the list of rows in order. Of stages two at least,
+  // so that one is fetched while the other is read. What fits at all must not depend on how many rows there are.
+  const int order_rows = step.rows > kMostOrdered ? 0 : static_cast<int>(step.rows);
+  struct Room {
+    int stages;
+    bool order;
+    int briefs;
+    bool twice;
+  };
+  static constexpr Room kRooms[] = {{2, true, 3, true},   {2, true, 3, false}, {2, true, 2, false},
+                                    {2, false, 2, false}, {1, true, 2, false}, {1, false, 2, false}};
+  // Where every u is solved for, flushes take so long that their arrays come before a second stage.
+  static constexpr Room kSolveRooms[] = {
+      {2, true, 3, true}, {2, true, 2, true}, {1, true, 3, true}, {1, true, 2, false}, {1, false, 2, false}};
+  const Room* room = solve ? std::begin(kSolveRooms) : std::begin(kRooms);
+  for (const Room* end = solve ? std::end(kSolveRooms) : std::end(kRooms); room != end && g.stages == 0; ++room) {
+    g.order_rows = room->order ? order_rows : 0;
+    g.briefs = room->briefs;
+    g.flush_bytes = room->twice ? arrays : 0;
+    const int block = at + g.flush_bytes + g.order_rows * 8 + g.briefs * g.brief_bytes;
+    const int stages = std::min(kMostStages, (shared_limit - block) / g.stage_bytes);
+    if (stages >= room->stages) g.stages = stages;
   }
   if (g.stages < 1) return {};
-  at += g.flush_bytes;
+  g.order += g.flush_bytes;
   g.brief = g.stages * g.stage_bytes;
   const int block = g.brief + g.briefs * g.brief_bytes;
   for (int* offset :
        {&g.order, &g.counts, &g.progress, &g.position, &g.w, &g.keys, &g.products, &g.barriers, &g.assignments}) {
     *offset += block;
   }
-  g.shared_bytes = block + at;
+  g.shared_bytes = g.order + g.order_rows * 8;
   return g;
 }
 
 /// Runs that a block should get at least, and rounds of single tiles at the end of a step.
 inline constexpr int kRunsABlock = 6, kLastRounds = 2;
 
-/// The largest tile, up to 40 KiB of state, that the warps share evenly and that leaves room for more than one stage.
-/// shared_limit: bytes that a block may have.
-inline Geometry plan(const Step& step, const Footprint& f, int warps, int blocks, int shared_limit) {
+/// The largest tile, up to 40 KiB of state, that leaves room for two stages and three briefs. `blocks`: those that run
+/// at a time; shared_limit: bytes that one may have.
+inline Geometry plan(const Step& step, const Footprint& f, int blocks, int shared_limit) {
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
@@ -208,13 +243,12 @@ inline Geometry plan(const Step& step, const Footprint& f, int warps, int blocks
       const Geometry longer = lay_out(step, f, tile, run, shared_limit);
       if (longer.stages >= g.stages) g = longer;
     }
-    // Warps that cannot share the rows evenly wait for each other; fewer than two stages leave nothing in flight while
-    // one is read; tiles that are too few leave blocks idle.
-    const int batches = -g.turns, rounds = (batches + warps - 1) / warps;
-    double score = static_cast<double>(tile) * batches / (warps * rounds) *
-                   (g.stages == 1   ? 0.5
-                    : g.stages == 2 ? 1
-                                    : 1.1);
+    // Warps wait for each other at flushes, which take kFlushRows rows at once; fewer than two stages leave nothing in
+    // flight while one is read, fewer than three briefs leave little time to prepare; tiles that are too few leave
+    // blocks idle.
+    double score = static_cast<double>(tile) * tile / ((tile + kFlushRows - 1) / kFlushRows * kFlushRows);
+    if (g.stages < 2) score *= f.delta && f.split ? 0.6 : 0.25;
+    if (g.briefs < 3) score *= 0.9;
     const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;

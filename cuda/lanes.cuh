@@ -44,11 +44,8 @@ __device__ inline void bulk_store(void* to, const void* from, std::uint32_t size
 }
 /// Ends a group of those that this thread starts.
 __device__ inline void close_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Waits until all but the last `Later` of these groups have read what they store.
-template <int Later>
-__device__ inline void wait_for_bulk_reads() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Later) : "memory");
-}
+/// Waits until they have read what they store.
+__device__ inline void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 /// Waits until all are done.
 __device__ inline void wait_for_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

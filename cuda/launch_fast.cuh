@@ -48,6 +48,14 @@ inline bool aligned(const StatePool& p) {
 
 inline bool is_split(const Step& step) { return step.read.codes != nullptr; }
 
+/// What a plan depends on.
+struct Shape {
+  int device = -1;
+  std::int64_t rows, length, heads, groups, head_dim, state_dim;
+  Footprint footprint;
+  bool operator==(const Shape&) const = default;
+};
+
 template <class StepType>
 Arguments<StepType> arrange(const StepType& step) {
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
@@ -79,15 +87,24 @@ Arguments<StepType> arrange(const StepType& step) {
     f.x_bytes = bytes(step.x.type);
     f.vector_bytes = bytes(step.B.type) + bytes(step.C.type);
   }
+  // A layer asks twice, and the layers of a model all ask the same.
   const Device device = current_device();
-  return {step, plan(step, f, kWarps, kResident * device.multiprocessors, shared_of_block(device))};
+  const Shape shape{device.index,      step.rows,           step.length,          step.shape.heads,
+                    step.shape.groups, step.shape.head_dim, step.shape.state_dim, f};
+  static thread_local Shape last_shape;
+  static thread_local Geometry last;
+  if (shape != last_shape) {
+    last = plan(step, f, kResident * device.multiprocessors, shared_of_block(device));
+    last_shape = shape;
+  }
+  return {step, last};
 }
 
 template <class StepType>
 bool serves(const StepType& step) {
   const std::int64_t N = step.shape.state_dim;
   if (N != 64 && N != 96 && N != 128 && N != 256) return false;
-  if (step.shape.head_dim % 16 != 0) return false;
+  if (step.shape.head_dim % 16 != 0 || step.shape.heads * step.shape.head_dim >= 1 << 30) return false;
   if (step.workspace == nullptr || !aligned(step.workspace) || !aligned(step.state)) return false;
   const bool split = is_split(step);
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;

@@ -45,7 +45,7 @@ class Prepare : public TileType {
         scalars();
         this->launder();
         current_vectors();
-        if (kDelta || !flush_) multiply_records();
+        if (needs_products()) multiply_records();
         this->launder();
         weigh_records();
       }
@@ -64,16 +64,18 @@ class Prepare : public TileType {
   }
   /// Vector m in the parts that states are multiplied with. Of fp16, which has few exponents, after division by a power
   /// of two that brings the largest element to 2^14: elements down to 2^-16 of it keep 22 bits, and of others no more
-  /// than 2^-39 of the largest is lost. With an infinity among them nothing is divided.
+  /// than 2^-39 of the largest finite one is lost.
   __device__ void put_parts(int m, const float (&x)[kEach]) const {
     constexpr Storage S = T::Read;
     float factor = 1, inverse = 1;
     if constexpr (kParts<S> == 2) {
       std::uint32_t largest = 0;
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) largest = max(largest, __float_as_uint(fabsf(x[e])));
+      for (int e = 0; e < kEach; ++e) {
+        if (isfinite(x[e])) largest = max(largest, __float_as_uint(fabsf(x[e])));
+      }
       largest = __reduce_max_sync(~0u, largest);
-      if (largest < 0x7F800000u) {
+      if (largest > 0) {
         const int exponent = min(max(static_cast<int>(largest >> 23) - 127 - 14, -120), 120);
         factor = __uint_as_float(static_cast<std::uint32_t>(127 + exponent) << 23);
         inverse = __uint_as_float(static_cast<std::uint32_t>(127 - exponent) << 23);
@@ -177,7 +179,7 @@ class Prepare : public TileType {
         log_decay = rate * gain;
         gates[2] = raw.skip;
       }
-      gates[1] = gain, gates[3] = log_decay;
+      gates[1] = gain;
       // The run with a head's first row appends what is the head's.
       if (!flush_ && this->p0_ == 0) {
         if constexpr (kDelta) *gate_ring(step_.ring.log_decay, head, 1) = log_decay;
@@ -188,10 +190,14 @@ class Prepare : public TileType {
     __syncwarp();
   }
 
+  /// A flush uses those with the token's key in the delta rule, none in Mamba-2.
+  __device__ bool needs_products() const { return !flush_ || (kDelta && held_ > 0); }
   /// The products of the records' w with the vectors, the token's own w as the last record.
   __device__ void multiply_records() const {
+    // Norms are taken out of sums, but for those of vectors so long that the sums would overflow.
+    const bool moderate = !kDelta || norm_[0] * norm_[1] >= 0x1p-100f;
     if (step_.ring.w.type == Scalar::bf16 && this->c_input().type == Scalar::bf16 &&
-        this->w_input().type == Scalar::bf16) {
+        this->w_input().type == Scalar::bf16 && moderate) {
       matrix_products();
     } else {
       products();
@@ -200,7 +206,7 @@ class Prepare : public TileType {
   }
 
   /// The same where all is in bf16, as matrix products of 16 records and 8 columns: c and w as they came, and the
-  /// token's w as the ring will hold it. Norms are taken out of the sums.
+  /// token's w as the ring will hold it.
   __device__ void matrix_products() const {
     const int g = lane_ / 4, t = lane_ % 4;
     const auto* ring = this->template in_brief<std::byte>(geometry_.ring_w) + t * 16;
@@ -291,7 +297,7 @@ class Prepare : public TileType {
           a *= j == held_ ? out[1] : this->template in_brief<float>(geometry_.ring_gain)[h * records() + j];
         }
         out[4 + j] = a;
-        if (kDelta || !flush_) {
+        if (needs_products()) {
 #pragma unroll
           for (int m = 0; m < kVectors; ++m) out[4 + (1 + m) * slots + j] = a * gram()[m * slots + j];
         }
@@ -362,7 +368,7 @@ class Prepare : public TileType {
     put(kVectors + 1, total);
     put(kVectors + 2, vector_[1]);
     put(kVectors + 3, log_decay);
-    if (lane_ == 0) out[0] = 1.0f, out[1] = gain, out[2] = 0, out[3] = 0;
+    if (lane_ == 0) out[0] = 1.0f, out[1] = gain, out[2] = 0;
     if (!flush_ && this->p0_ == 0) {
       float* to = gate_ring(step_.ring.log_decay, head_, N);
 #pragma unroll

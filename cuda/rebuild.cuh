@@ -108,7 +108,7 @@ class Rebuild : public ClosedLoop<TileType> {
 
   template <class Release>
   __device__ void batch_of(bool matrices, int place, int r0, Release&& release) const {
-    if (matrices) {
+    if (kSolve || matrices) {  // to solve is the same for both
       batch<true>(place, r0, release);
     } else {
       batch<false>(place, r0, release);

@@ -150,7 +150,7 @@ class Records : public TileType {
   __device__ static void add_products(const uint4* fragments, const float (&u)[4], const float (&factor)[2],
                                       float (&s)[2][kOwn]) {
     constexpr bool kApart = T::Anchor == Storage::fp32;
-    constexpr int kGroup = 4;  // products side by side, each of which waits for itself only
+    constexpr int kGroup = kApart ? 2 : 4;  // products side by side, each of which waits for itself only
     std::uint32_t low[3], high[3];
     split_in_three(u[0], u[1], low);
     split_in_three(u[2], u[3], high);

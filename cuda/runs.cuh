@@ -69,11 +69,12 @@ class Runs : public TileType {
 
   // ---- which run is next --------------------------------------------------------------------------------------------
 
+  __device__ int run_of(int queue) const { return queue == 0 ? geometry_.flush_run : geometry_.run; }
   /// Rows in a queue that come in single tiles.
   __device__ int single_rows(int queue) const {
     const Geometry& g = geometry_;
     const int rows = rows_.count(queue), blocks = static_cast<int>(gridDim.x);
-    if (g.run == 1) return rows;
+    if (run_of(queue) == 1) return rows;
     return queue == 0 && rows_.count(1) > 0 ? 0 : min(rows, (kLastRounds * blocks + g.tiles - 1) / g.tiles);
   }
   /// Where the block is. In shared memory, as there are few registers.
@@ -81,6 +82,7 @@ class Runs : public TileType {
     int queue;
     int runs, turns;  ///< turns of the queue that are runs, and all
     int turn;         ///< that the block begins with, negative once it is taken
+    int begun;        ///< blocks that begin with this queue
     int last;         ///< no queue comes behind this one
   };
   static_assert(sizeof(Position) <= kPositionBytes);
@@ -88,16 +90,19 @@ class Runs : public TileType {
 
   __device__ void enter(int queue, int turn, int last) const {
     const Geometry& g = geometry_;
-    const int single = single_rows(queue), runs = (rows_.count(queue) - single) * (g.tiles / g.run);
-    if (lane_ == 0) position() = {queue, runs, runs + single * g.tiles, turn, last};
+    const int single = single_rows(queue), runs = (rows_.count(queue) - single) * (g.tiles / run_of(queue));
+    if (lane_ == 0) position() = {queue, runs, runs + single * g.tiles, turn, beginners(queue), last};
     __syncwarp();
   }
   /// How many blocks begin with a queue.
   __device__ int beginners(int queue) const {
-    const int blocks = static_cast<int>(gridDim.x);
-    if (rows_.count(queue) == 0) return 0;
-    if (rows_.count(1 - queue) == 0) return blocks;
-    return queue == 0 ? blocks / 2 : blocks - blocks / 2;
+    const auto blocks = static_cast<int>(gridDim.x);
+    if (rows_.all == 0) return blocks;
+    const std::int64_t flushing = std::int64_t{geometry_.flush_weight} * rows_.count(0),
+                       all = flushing + rows_.count(1);
+    int first = static_cast<int>((blocks * flushing + all - 1) / all);
+    if (rows_.count(1) > 0) first = min(first, rows_.count(0) * (geometry_.tiles / run_of(0)));
+    return queue == 0 ? first : blocks - first;
   }
   __device__ void begin() const {
     const int block = static_cast<int>(blockIdx.x), first = beginners(0);
@@ -108,7 +113,7 @@ class Runs : public TileType {
     const int queue = position().queue;
     unsigned drawn = 0;
     if (lane_ == 0) drawn = atomicAdd(&this->tickets()->drawn[queue], 1u);
-    return beginners(queue) + static_cast<int>(__shfl_sync(~0u, drawn, 0));
+    return position().begun + static_cast<int>(__shfl_sync(~0u, drawn, 0));
   }
   /// The next turn: in this queue, or else in the other; negative: there is none.
   __device__ int next_turn() const {
@@ -135,8 +140,8 @@ class Runs : public TileType {
     while (a.held < 0) {
       const int turn = next_turn();
       if (turn < 0) break;
-      const int runs = position().runs, tile = turn + min(turn, runs) * (g.run - 1);
-      a.tiles = turn < runs ? g.run : 1;
+      const int runs = position().runs, run = run_of(position().queue), tile = turn + min(turn, runs) * (run - 1);
+      a.tiles = turn < runs ? run : 1;
       const int number = g.by_tiles.quotient(tile);
       if (g.order_rows > 0) {
         const auto row = this->template in_block<OrderedRow>(g.order)[rows_.first(position().queue) + number];
@@ -180,7 +185,7 @@ class Runs : public TileType {
   template <int Later>
   __device__ void finish(int brief, const Gates& gates) {
     this->in_brief(brief);
-    if (lane_ < geometry_.run_heads) this->raw_gates(lane_) = gates;
+    if (lane_ < this->heads_of(this->of_brief(brief))) this->raw_gates(lane_) = gates;
     wait_for_copies<Later>();
     arrive(this->raw(brief));
   }
@@ -205,7 +210,7 @@ class Runs : public TileType {
     const auto copy_gates = [&](int offset, const RingField& field) {
       const auto* from = reinterpret_cast<const float*>(at_.records(field, head_, 1));
       auto* to = this->template in_brief<float>(offset);
-      const auto capacity = static_cast<int>(step_.ring.capacity);
+      const std::int64_t capacity = step_.ring.capacity;
       for (int base = 0; base < held_; base += 16) {
         const int j = base + lane_ % 16;
         for (int h = lane_ / 16; h < count; h += 2) {

@@ -93,11 +93,7 @@ class Tile {
   __device__ static std::uint32_t after(std::uint32_t at, int count) {
     return at / 2 + 1 == static_cast<std::uint32_t>(count) ? (at & 1) ^ 1 : at + 2;
   }
-  /// Odd: whether it is the second, fourth, ... time that the stage is used.
-  __device__ void in_stage(int stage, bool odd) {
-    shared_ = memory_ + stage * geometry_.stage_bytes;
-    odd_ = odd;
-  }
+  __device__ void in_stage(int stage) { shared_ = memory_ + stage * geometry_.stage_bytes; }
   __device__ void in_brief(int brief) { brief_ = memory_ + geometry_.brief + brief * geometry_.brief_bytes; }
   __device__ bool flushes() const { return flush_; }
 
@@ -168,6 +164,9 @@ class Tile {
 
   /// Of the run: its heads, their group, and the records of a full ring.
   __device__ int heads() const { return max(1, geometry_.by_head_dim.quotient(tiles_ * geometry_.tile)); }
+  __device__ int heads_of(const Assignment& run) const {
+    return max(1, geometry_.by_head_dim.quotient(run.tiles * geometry_.tile));
+  }
   __device__ int group() const { return geometry_.by_group.quotient(head_); }
   __device__ int records() const { return static_cast<int>(step_.length) - 1; }
   /// What head number h of the run has as gates, as it lies in memory: dt or the gate, and beta; and the parameters.
@@ -224,8 +223,8 @@ class Tile {
     return y;
   }
   /// What the tile leaves beside its states, for Fetch to store: y [tile], then what is appended to the ring, u and v,
-  /// or x, [tile] each. In two places by turns, as the stage's states are fetched anew while these are on their way.
-  __device__ std::byte* out() const { return shared_ + geometry_.out + (odd_ ? geometry_.out_bytes : 0); }
+  /// or x, [tile] each.
+  __device__ std::byte* out() const { return shared_ + geometry_.out; }
   __device__ void write_y(int r, float y) const { store(step_.y_type, out(), r, y); }
   /// To the field number i of two.
   __device__ void append(int i, int r, float u) const {
@@ -270,7 +269,7 @@ class Tile {
   std::byte *shared_ = nullptr, *brief_ = nullptr;  // the stage and the brief
   int warp_, lane_;
   int first_ = 0, head_ = 0, p0_ = 0, held_ = 0, tiles_ = 0, heads_before_ = 0;
-  bool flush_ = false, odd_ = false;
+  bool flush_ = false;
 
   /// Row `at_.row` of activations from element `first` on, `count` of them.
   __device__ void copy_row(std::byte* to, const Activations& from, int first, int count, std::uint64_t* barrier) const {
