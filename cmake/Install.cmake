@@ -35,7 +35,7 @@ install(FILES ${PROJECT_BINARY_DIR}/replayssmConfig.cmake ${PROJECT_BINARY_DIR}/
         DESTINATION ${package_dir})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/replayssm)
 
-if(REPLAYSSM_TESTS)
+if(REPLAYSSM_TESTS AND REPLAYSSM_SLOW_TESTS)
   add_test(NAME install.consumer COMMAND ${CMAKE_COMMAND}
     -D build_dir=${PROJECT_BINARY_DIR} -D config=$<CONFIG> -D generator=${CMAKE_GENERATOR}
     -D compiler=${CMAKE_CXX_COMPILER} -D flags=${CMAKE_CXX_FLAGS} -D version=${PROJECT_VERSION}

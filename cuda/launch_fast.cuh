@@ -7,9 +7,11 @@
 #include <array>
 #include <atomic>
 #include <initializer_list>
+#include <utility>
 
 #include "cuda/decode.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/state_dims.h"
 
 namespace replayssm::cuda {
 namespace {
@@ -100,10 +102,14 @@ Arguments<StepType> arrange(const StepType& step) {
   return {step, last};
 }
 
+template <int... N>
+constexpr bool contains(std::integer_sequence<int, N...>, std::int64_t state_dim) {
+  return ((state_dim == N) || ...);
+}
+
 template <class StepType>
 bool serves(const StepType& step) {
-  const std::int64_t N = step.shape.state_dim;
-  if (N != 64 && N != 96 && N != 128 && N != 256) return false;
+  if (!contains(FastStateDims{}, step.shape.state_dim)) return false;
   if (step.shape.head_dim % 16 != 0 || step.shape.heads * step.shape.head_dim >= 1 << 30) return false;
   if (step.workspace == nullptr || !aligned(step.workspace) || !aligned(step.state)) return false;
   const bool split = is_split(step);
@@ -173,16 +179,12 @@ cudaError_t launch_width(const StepType& step, cudaStream_t stream) {
 
 template <Recurrence recurrence, class StepType>
 cudaError_t launch_recurrence(const StepType& step, cudaStream_t stream) {
-  switch (step.shape.state_dim) {
-    case 64:
-      return launch_width<recurrence, 64>(step, stream);
-    case 96:
-      return launch_width<recurrence, 96>(step, stream);
-    case 128:
-      return launch_width<recurrence, 128>(step, stream);
-    default:
-      return launch_width<recurrence, 256>(step, stream);
-  }
+  cudaError_t result = cudaErrorInvalidValue;
+  const auto launch_if = [&]<int N>() {
+    if (step.shape.state_dim == N) result = launch_width<recurrence, N>(step, stream);
+  };
+  [&]<int... N>(std::integer_sequence<int, N...>) { (launch_if.template operator()<N>(), ...); }(FastStateDims{});
+  return result;
 }
 
 }  // namespace

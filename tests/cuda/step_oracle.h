@@ -116,9 +116,13 @@ class Step {
     us.push_back(out.u);
     const std::size_t N = c_.size();
     out.state = head_.anchor;
+    const Vec<T> ones(N, T(1)), whole = decayed(ones, 0, h);
+    Vec<Vec<T>> left;  // of each record
+    for (std::size_t j = 0; j <= h; ++j) left.push_back(decayed(ones, j + 1, h));
     for (std::size_t i = 0; i < out.state.size(); ++i) {
-      T sum = std::exp(decay(0, h, i % N)) * head_.anchor[i];
-      for (std::size_t j = 0; j <= h; ++j) sum += std::exp(decay(j + 1, h, i % N)) * us[j][i / N] * all_[j].w[i % N];
+      const std::size_t p = i / N, n = i % N;
+      T sum = whole[n] * head_.anchor[i];
+      for (std::size_t j = 0; j <= h; ++j) sum += left[j][n] * us[j][p] * all_[j].w[n];
       out.state[i] = sum;
     }
     for (std::size_t p = 0; p < out.state.size() / N; ++p) {
