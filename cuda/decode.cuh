@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
   const Rows rows = tiles.order();
   __syncthreads();
   if (threadIdx.x >= kWorkers) {
-    set_registers<kOtherRegisters, false>();
+    set_registers<other_registers(Tiles::kWorkerRegisters), false>();
     const int other = static_cast<int>(threadIdx.x - kWorkers) / 32;
     if (other == 0) {
       Fetch<Tiles>(tiles).run();
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
     }
     return;
   }
-  set_registers<kWorkerRegisters, true>();
+  set_registers<Tiles::kWorkerRegisters, true>();
   if (threadIdx.x % 32 == 0) tiles.progress() = {0, 0, 0, static_cast<std::uint16_t>(threadIdx.x / 32), 0};
   __syncwarp();
   for (;;) {

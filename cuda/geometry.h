@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
+#include <span>
 
 #include "core/format.h"
 #include "cuda/decode.h"
@@ -114,10 +114,10 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   // first, on all blocks.
   const bool solve = f.delta && f.split, eager = step.length == 1;
   const bool pairs = run % 2 == 0 && (2 * tile % P == 0 || P % (2 * tile) == 0);
-  if (solve || (eager && f.anchor_bytes == 4) || (f.delta && f.anchor_bytes == 1)) {
+  if (solve || (eager && f.anchor_bytes == 4)) {
     g.flush_run = 1;
   } else {
-    g.flush_run = f.anchor_bytes == 2 && pairs ? 2 : run;
+    g.flush_run = (f.anchor_bytes == 2 || f.delta) && f.anchor_bytes < 4 && pairs ? 2 : run;
   }
   constexpr int kAllFirst = 1 << 20;
   if (f.split) {
@@ -194,11 +194,20 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   };
   static constexpr Room kRooms[] = {{2, true, 3, true},   {2, true, 3, false}, {2, true, 2, false},
                                     {2, false, 2, false}, {1, true, 2, false}, {1, false, 2, false}};
-  // Where every u is solved for, flushes take so long that their arrays come before a second stage.
-  static constexpr Room kSolveRooms[] = {
+  // Measured: an eager step of 16 bits gains from a third stage more than from a third brief; where every u is solved
+  // for, flushes take so long that their arrays come before a brief, and with a read copy of 8 bits, whose anchor comes
+  // in many pieces, before a second stage.
+  static constexpr Room kEagerRooms[] = {{3, true, 3, true},  {3, true, 2, true},  {2, true, 3, true},
+                                         {2, true, 2, false}, {1, true, 2, false}, {1, false, 2, false}};
+  static constexpr Room kSolveRooms[] = {{2, true, 3, true},  {2, true, 2, true}, {2, true, 3, false},
+                                         {2, true, 2, false}, {1, true, 3, true}, {1, true, 2, false},
+                                         {1, false, 2, false}};
+  static constexpr Room kSolveBytesRooms[] = {
       {2, true, 3, true}, {2, true, 2, true}, {1, true, 3, true}, {1, true, 2, false}, {1, false, 2, false}};
-  const Room* room = solve ? std::begin(kSolveRooms) : std::begin(kRooms);
-  for (const Room* end = solve ? std::end(kSolveRooms) : std::end(kRooms); room != end && g.stages == 0; ++room) {
+  std::span<const Room> rooms(kRooms);
+  if (eager && f.read_bytes == 2 && !f.split) rooms = kEagerRooms;
+  if (solve) rooms = f.read_bytes == 1 ? std::span<const Room>(kSolveBytesRooms) : std::span<const Room>(kSolveRooms);
+  for (auto room = rooms.begin(); room != rooms.end() && g.stages == 0; ++room) {
     g.order_rows = room->order ? order_rows : 0;
     g.briefs = room->briefs;
     g.flush_bytes = room->twice ? arrays : 0;

@@ -13,12 +13,17 @@ inline constexpr int kWarps = 8, kPreparers = 2;
 inline constexpr int kWorkers = 32 * kWarps, kThreads = kWorkers + 32 * (2 + kPreparers);
 /// Blocks on a multiprocessor.
 inline constexpr int kResident = 2;
-/// Registers of a thread that works, and of another: the block's share, which all begin with alike. It takes groups of
-/// four warps, and a target that has the instruction.
-inline constexpr int kWorkerRegisters = 88, kOtherRegisters = 64;
-static_assert(kWarps % 4 == 0 && kThreads % 128 == 0);
-static_assert(kWorkers * kWorkerRegisters + (kThreads - kWorkers) * kOtherRegisters <=
-              kThreads * (65536 / kResident / kThreads / 8 * 8));
+/// Registers of a thread that works: more than it began with, and what that leaves the others. It takes groups of four
+/// warps, and a target that has the instruction. Chosen so that working threads keep nothing in local memory, which is
+/// behind a cache that shared memory leaves little of; where that cannot be, by measurement.
+REPLAYSSM_HOST_DEVICE constexpr int worker_registers(bool delta, bool split, Storage read) {
+  return !delta && (split ? bytes(read) == 2 : read == Storage::bf16) ? 96 : 88;
+}
+REPLAYSSM_HOST_DEVICE constexpr int other_registers(int of_workers) {
+  constexpr int kBegin = 65536 / kResident / kThreads / 8 * 8;
+  static_assert(kWarps % 4 == 0 && kThreads % 128 == 0);
+  return (kThreads * kBegin - kWorkers * of_workers) / (kThreads - kWorkers) / 8 * 8;
+}
 /// Pieces of an anchor that a warp may have on their way.
 inline constexpr int kOwnPieces = 2;
 static_assert(kPieceBarriers == kOwnPieces * kWarps);
@@ -48,6 +53,7 @@ class Tile {
   static constexpr bool kDelta = is_delta_rule(recurrence), kColumns = has_column_decay(recurrence);
   using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
   static constexpr int kVectors = output_vectors(kDelta, Split);
+  static constexpr int kWorkerRegisters = worker_registers(kDelta, Split, Read);
 
   /// Memory: of the block.
   __device__ Tile(const Arguments<StepType>& arguments, std::byte* memory)

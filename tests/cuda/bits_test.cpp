@@ -37,27 +37,6 @@ struct Filled : Layer {
   }
 };
 
-/// Scales that nobody wrote are NaN, which is not equal to itself.
-std::vector<std::uint32_t> BitsOf(const std::vector<float>& values) {
-  std::vector<std::uint32_t> bits(values.size());
-  if (!values.empty()) std::memcpy(bits.data(), values.data(), values.size() * sizeof(float));
-  return bits;
-}
-
-void ExpectSame(const Layer& a, const Layer& b) {
-  EXPECT_EQ(a.pool.bytes.here, b.pool.bytes.here);
-  EXPECT_EQ(BitsOf(a.pool.scales.here), BitsOf(b.pool.scales.here));
-  EXPECT_EQ(a.copy.bytes.here, b.copy.bytes.here);
-  EXPECT_EQ(BitsOf(a.copy.scales.here), BitsOf(b.copy.scales.here));
-  EXPECT_EQ(a.v.bytes.here, b.v.bytes.here);
-  EXPECT_EQ(a.u.bytes.here, b.u.bytes.here);
-  EXPECT_EQ(a.w.bytes.here, b.w.bytes.here);
-  EXPECT_EQ(a.gain.bytes.here, b.gain.bytes.here);
-  EXPECT_EQ(a.log_decay.bytes.here, b.log_decay.bytes.here);
-  EXPECT_EQ(a.y.here, b.y.here);
-  EXPECT_EQ(a.held.here, b.held.here);
-}
-
 /// The bytes of a slot and of nothing else.
 std::vector<std::uint8_t> OfSlot(const Stored& stored, std::int64_t slots, std::int64_t at) {
   const auto& bytes = stored.bytes.here;

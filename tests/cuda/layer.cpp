@@ -1,5 +1,7 @@
 #include "tests/cuda/layer.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -292,21 +294,22 @@ std::vector<float> Layer::record(const Stored& field, Scalar type, std::int64_t 
   return x;
 }
 
-Activations Layer::upload(Array<std::uint8_t>& to, const std::vector<float>& from, std::int64_t width) {
-  const std::int64_t stride = up(width) + kGap, b = bytes_of(setup.input);
+Activations Layer::upload(Array<std::uint8_t>& to, const std::vector<float>& from, std::int64_t width, bool wide) {
+  const Scalar type = wide ? Scalar::fp32 : setup.input;
+  const std::int64_t stride = up(width) + kGap, b = bytes_of(type);
   std::vector<std::uint8_t> bytes(size(stride * setup.rows * b), 0xFF);
-  const auto codes = encoded(setup.input, from);
+  const auto codes = encoded(type, from);
   for (std::int64_t r = 0; r < setup.rows; ++r) {
     std::copy_n(codes.begin() + r * width * b, width * b, bytes.begin() + r * stride * b);
   }
-  return {setup.input, to.write(std::move(bytes)), stride};
+  return {type, to.write(std::move(bytes)), stride};
 }
 
 void Layer::set_inputs(const TokenInputs& in) {
   const auto& s = setup.shape;
-  const Activations v_in = upload(in_v_, in.v, s.heads * s.head_dim),
+  const Activations v_in = upload(in_v_, in.v, s.heads * s.head_dim, setup.wide_v),
                     w_in = upload(in_w_, in.w, s.groups * s.state_dim),
-                    c_in = upload(in_c_, in.c, s.groups * s.state_dim),
+                    c_in = upload(in_c_, in.c, s.groups * s.state_dim, setup.wide_c),
                     gate_in = upload(in_gate_, in.gate, s.heads * s.decay_dim());
   if (is_delta(setup)) {
     delta.v = v_in;
@@ -348,6 +351,27 @@ std::vector<float> Layer::fetch() {
     }
   }
   return out;
+}
+
+namespace {
+
+/// Scales that nobody wrote are NaN, which is not equal to itself.
+std::vector<std::uint32_t> bits_of(const std::vector<float>& values) {
+  std::vector<std::uint32_t> bits(values.size());
+  if (!values.empty()) std::memcpy(bits.data(), values.data(), values.size() * sizeof(float));
+  return bits;
+}
+
+}  // namespace
+
+void ExpectSame(const Layer& a, const Layer& b) {
+  for (const auto field :
+       {&Layer::pool, &Layer::copy, &Layer::v, &Layer::u, &Layer::w, &Layer::gain, &Layer::log_decay}) {
+    EXPECT_EQ((a.*field).bytes.here, (b.*field).bytes.here);
+    EXPECT_EQ(bits_of((a.*field).scales.here), bits_of((b.*field).scales.here));
+  }
+  EXPECT_EQ(a.y.here, b.y.here);
+  EXPECT_EQ(a.held.here, b.held.here);
 }
 
 }  // namespace replayssm::cuda::tests

@@ -24,6 +24,7 @@ struct Case {
   std::optional<Scalar> ring_u = {};  ///< of u, where it is another
   bool closed = true;
   Scalar input = Scalar::fp32, y = Scalar::fp32;
+  bool wide_c = false, wide_v = false;  ///< C or q, and x or v, come in fp32, with values of the input type
   std::int64_t rows = 1;
   bool skip = true;  ///< with D x, for Mamba-2
   float dt_min = 0, dt_max = std::numeric_limits<float>::infinity(), beta_scale = 1;
@@ -108,13 +109,16 @@ class Layer {
   std::vector<float> decoded(const Stored& from, Storage storage, std::int64_t at) const;
   void make_pool(Stored& to, Storage storage);
   RingField make_field(Stored& to, Scalar type, std::int64_t elements);
-  Activations upload(Array<std::uint8_t>& to, const std::vector<float>& from, std::int64_t width);
+  Activations upload(Array<std::uint8_t>& to, const std::vector<float>& from, std::int64_t width, bool wide = false);
 
   Machine& machine_;
   Array<float> A_log_, dt_bias_, D_;
   Array<std::uint8_t> in_v_, in_w_, in_c_, in_gate_, in_beta_;
   std::int64_t y_stride_ = 0;
 };
+
+/// Expects all that two layers have stored to be the same, bit for bit.
+void ExpectSame(const Layer& a, const Layer& b);
 
 /// Codes of values in a type, little-endian, and back.
 std::vector<std::uint8_t> encoded(Scalar type, const std::vector<float>& values);

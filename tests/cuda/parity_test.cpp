@@ -2,6 +2,8 @@
 
 #include "tests/cuda/parity.h"
 
+#include <tuple>
+
 namespace replayssm::cuda::tests {
 namespace {
 
@@ -129,6 +131,28 @@ TEST_P(Parity, OfEveryInputAndOutputType) {
   EXPECT_GT(served, 0);
 }
 
+TEST_P(Parity, OfMixedInputTypes) {
+  int served = 0;
+  for (const Recurrence recurrence : kRecurrences) {
+    for (const bool wide_c : {false, true}) {
+      for (const Storage state : {Storage::fp32, Storage::bf16, Storage::int8_row}) {
+        CheckLoops(on(),
+                   {.shape = {recurrence, 4, 2, 32, 64},
+                    .length = 4,
+                    .state = state,
+                    .ring = Scalar::bf16,
+                    .input = Scalar::bf16,
+                    .wide_c = wide_c,
+                    .wide_v = !wide_c,
+                    .rows = 4,
+                    .staggered = true},
+                   5, served);
+      }
+    }
+  }
+  EXPECT_GT(served, 0);
+}
+
 TEST_P(Parity, OfEveryShape) {
   constexpr struct { int heads, groups; } kHeads[] = {{1, 1}, {2, 1}, {4, 2}, {8, 8}, {3, 1}, {2, 2}, {8, 2}, {16, 8}};
   int served = 0, i = 0;
@@ -160,7 +184,7 @@ TEST_P(Parity, OfEveryShape) {
 TEST_P(Parity, OfEveryLength) {
   int served = 0;
   for (const Recurrence recurrence : kRecurrences) {
-    for (const int length : {1, 2, 3, 8, 16, 32, 33}) {
+    for (const int length : {1, 2, 3, 8, 16, 32, 33, 50, 64}) {
       Case setup{.shape = {recurrence, 2, 1, 16, 64},
                  .length = length,
                  .ring = Scalar::bf16,
@@ -170,6 +194,23 @@ TEST_P(Parity, OfEveryLength) {
       CheckLoops(on(), setup, length + 3, served);
       setup.read = Storage::e4m3_row;
       CheckLoops(on(), setup, length + 3, served);
+    }
+  }
+  EXPECT_GT(served, 0);
+}
+
+// Rings that leave room for one tile of states at a time in half a multiprocessor's shared memory, or nearly so.
+TEST_P(Parity, OfRingsThatFillTheSharedMemory) {
+  int served = 0;
+  for (const Recurrence recurrence : kRecurrences) {
+    for (const auto& [length, N, ring] : {std::tuple{23, 256, Scalar::fp32},
+                                          {47, 256, Scalar::bf16},
+                                          {52, 128, Scalar::fp32},
+                                          {10, 256, Scalar::bf16},
+                                          {39, 128, Scalar::bf16}}) {
+      CheckLoops(on(),
+                 {.shape = {recurrence, 1, 1, 16, N}, .length = length, .ring = ring, .rows = 4, .staggered = true},
+                 length % 8 + 2, served);
     }
   }
   EXPECT_GT(served, 0);
