@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 
 #include "core/real.h"
 #include "core/scales.h"
@@ -18,6 +19,7 @@ double worst_of_half(const Format& format) { return format.rounding == Rounding:
 /// that share its scale.
 double relative_error2(const Format& format) {
   if (format.exact()) return 0;
+  if (format.own) return std::numeric_limits<double>::quiet_NaN();  // not known
   const Element& e = format.element;
   const double max = format.cap > 0 ? format.cap : decode<double>(e, e.max_code), top = power_of_two_below(max);
   // The least that the largest element over the scale can be, and what is beyond the range of the element.
@@ -68,6 +70,15 @@ void add_rotated_errors(const Format& format, const double* state, std::int64_t 
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
   if (format.exact()) return;
   if (format.hadamard) return add_rotated_errors(format, state, rows, n, out);
+  if (format.own) {
+    std::vector<double> rounded(state, state + rows * n);
+    round_rows(format, rounded.data(), rows, n);
+    for (std::int64_t i = 0; i < rows * n; ++i) {
+      const double error = rounded[static_cast<std::size_t>(i)] - state[i];
+      out[i % n] += error * error;
+    }
+    return;
+  }
   const Element& e = format.element;
   const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
   const double worst = worst_of_half(format);

@@ -12,7 +12,8 @@ namespace replayssm {
 /// The most that storing `rows` rows of n elements can add to the squared errors of each column: out[i] += the sum over
 /// the rows of (spacing / 2)^2, spacing the distance of the format's values at that element (times its scale), or of
 /// what is beyond the largest value, where that is more; toward zero of spacing^2; of stochastic rounding in the mean.
-/// Overflow to infinity is not covered. Nothing for `exact`.
+/// Overflow to infinity is not covered. Of a function only what it does to these elements is known, and added. Nothing
+/// for `exact`.
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out);
 
 /// What the bound needs of one step of the reference, of one head.

@@ -49,7 +49,7 @@ class HeadRun {
 };
 
 /// Whether what is stored is kept as codes. Behind a rotation, whose sums are rounded, a value does not tell its code.
-bool has_codes(const Format& format) { return !format.exact() && !format.hadamard; }
+bool has_codes(const Format& format) { return !format.exact() && !format.hadamard && !format.own; }
 
 TraceType code_type(const Element& element) {
   return element.storage_bits == 32   ? TraceType::uint32

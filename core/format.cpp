@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/own_format.h"
 #include "core/scales.h"
 
 namespace replayssm {
@@ -146,6 +147,7 @@ Format rotated(Format format) {
 
 void require_codes(const Format& format) {
   if (format.exact()) fail("format 'exact' has no codes: expected one that rounds");
+  if (format.own) fail("format '", format.own->name, "' is a function and has no codes");
 }
 
 void store(std::byte* codes, int storage_bits, std::int64_t i, std::uint32_t code) {
@@ -242,6 +244,20 @@ std::int64_t round_otherwise(const Format& format, Real* data, std::int64_t rows
   return lost + round.overflowed();
 }
 
+template <class Real>
+std::int64_t round_by_function(const RoundFunction& function, Real* data, std::int64_t rows, std::int64_t n,
+                               const Draw& draw) {
+  std::vector<double> wide(data, data + rows * n);
+  function(wide.data(), rows, n, draw);
+  std::int64_t lost = 0;
+  for (std::int64_t i = 0; i < rows * n; ++i) {
+    const Real before = data[i];
+    data[i] = static_cast<Real>(wide[static_cast<std::size_t>(i)]);
+    lost += std::isfinite(before) && !std::isfinite(data[i]);
+  }
+  return lost;
+}
+
 }  // namespace
 
 std::int64_t Format::scales(std::int64_t rows, std::int64_t n) const {
@@ -298,6 +314,7 @@ std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std
     hadamard_rows(data, rows, n);
     return overflowed;
   }
+  if (format.own) return round_by_function(format.own->function, data, rows, n, draw);
   if (format.rounding != Rounding::nearest) return round_otherwise(format, data, rows, n, draw);
   const Rounder<Real> rounder(format.element);
   const Adder<Real> adder(format.element);

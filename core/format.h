@@ -39,6 +39,8 @@ enum class Rounding {
                 // other; f is cut to `random_bits` bits. Values of the element, and infinities, stay as they are
 };
 
+struct OwnFormat;
+
 /// How the numbers of a state or a record are stored: an element and what it is scaled by. The default is `exact`.
 ///
 /// Elements x that share a scale s are stored as codes c, in Real (float or double):
@@ -67,7 +69,8 @@ struct Format {
   Rounding rounding = Rounding::nearest;
   int random_bits = 0;  // with Rounding::stochastic: 1 to 32
   bool hadamard = false;
-  double cap = 0;  // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
+  double cap = 0;                  // with ScaleRule::amax: what takes the place of max, at most that; 0: max itself
+  const OwnFormat* own = nullptr;  // its function rounds in the place of element and scale, see core/own_format.h
 
   /// Whether nothing is rounded.
   bool exact() const { return element.exact(); }
@@ -78,7 +81,7 @@ struct Format {
     return scale == Scale::group ? extent : scale == Scale::tile ? extent * n : scale == Scale::head ? rows * n : n;
   }
   /// Whether the rows of a head have to be rounded together.
-  bool joins_rows() const { return scale == Scale::tile || scale == Scale::head || rule == ScaleRule::nvfp4; }
+  bool joins_rows() const { return scale == Scale::tile || scale == Scale::head || rule == ScaleRule::nvfp4 || own; }
   /// Scales of `rows` rows of n elements, beside the one of a head (nvfp4).
   std::int64_t scales(std::int64_t rows, std::int64_t n) const;
   /// Bytes of one scale, 0 without scales, and of the one of a head.
@@ -100,8 +103,8 @@ struct Format {
 /// `int8:head`, `e4m3:group32:ceil`, `e4m3:row:cap=240`; then `rz` (toward zero), `sr` or `sr=B` (stochastic, with 32
 /// or B bits) and `hadamard`; a name may be custom(e=E,m=M) with bias=B, specials=none|nan|inf|fnuz,
 /// overflow=saturate|inf|nan as CustomElement has them; or the name of a format with scales, which `:floor` or `:ceil`
-/// may follow where it begins with mx. Throws Error if a name or modifier is unknown or not supported yet, for an
-/// integer without a scale, and for `exact` and `fp32` with one.
+/// may follow where it begins with mx; or one of core/own_format.h. Throws Error if a name or modifier is unknown or
+/// not supported yet, for an integer without a scale, and for `exact` and `fp32` with one.
 Format parse_format(std::string_view text);
 
 /// Every element format but `exact` and those of one's own.
@@ -144,12 +147,13 @@ std::int64_t round_rows(const Format& format, Real* data, std::int64_t rows, std
 /// codes: [rows, format.code_bytes(n)], packed from the lowest bit up: a code of 16 bits or more is little-endian, two
 /// 4-bit codes share a byte, the earlier one in the low half, four 6-bit codes three bytes. scales: format.scale_bytes
 /// (rows, n) bytes, the scale of the head first (fp32), then one scale after the other: fp32, E8M0 or e4m3; may be null
-/// where there are none. The codes of elements whose scale is NaN are 0. Throws Error for `exact`, which has no codes.
+/// where there are none. The codes of elements whose scale is NaN are 0. Throws Error for `exact` and for a function,
+/// which have no codes.
 template <class Real>
 void encode_rows(const Format& format, const Real* data, std::int64_t rows, std::int64_t n, std::byte* codes,
                  void* scales, const Draw& draw = {});
 
-/// Reads what encode_rows() stored. Throws Error for `exact`.
+/// Reads what encode_rows() stored. Throws Error for what has no codes.
 template <class Real>
 void decode_rows(const Format& format, const std::byte* codes, const void* scales, std::int64_t rows, std::int64_t n,
                  Real* data);

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/format.h"
+#include "core/own_format.h"
 
 namespace replayssm {
 
@@ -125,6 +125,10 @@ class Parser {
       named_ = true;
       return;
     }
+    if (const Format* own = find_own_format(name)) {
+      format_ = *own;
+      return;
+    }
     std::string known(kExact.name);
     for (const Element& element : kElements) known.append(", ").append(element.name);
     for (const NamedFormat& named : named_formats()) known.append(", ").append(named.name);
@@ -182,6 +186,8 @@ class Parser {
   }
 
   void read_modifier(std::string_view modifier) {
+    if (format_.own && modifier != "hadamard")
+      wrong("a function takes no modifier but hadamard, found '", modifier, "'");
     if (known_later(modifier)) wrong("modifier '", modifier, "' is not supported yet");
     const auto group = number_behind<std::int64_t>("group", modifier);
     const auto tile = number_behind<std::int64_t>("tile", modifier);
@@ -220,7 +226,7 @@ class Parser {
 
   void check() {
     const Element& element = format_.element;
-    if (format_.exact()) return;
+    if (format_.exact() || format_.own) return;
     if (format_.cap > 0 && (format_.scale == Scale::none || format_.rule != ScaleRule::amax)) {
       wrong("a cap for fp32 scales, but none of these: expected row, head, groupN or tileN beside it");
     }
