@@ -31,7 +31,9 @@ const Format* find(const std::deque<Entry>& entries, std::string_view name) {
   return found == entries.end() ? nullptr : &found->format;
 }
 
-void check_name(std::string_view name) {
+}  // namespace
+
+void check_format_name(std::string_view name) {
   const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
   const auto inside = [&](char c) { return letter(c) || (c >= '0' && c <= '9') || c == '_' || c == '-'; };
   if (name.empty() || !letter(name.front()) || !std::ranges::all_of(name, inside)) {
@@ -42,10 +44,8 @@ void check_name(std::string_view name) {
   if (built_in) fail("format name '", name, "' is that of a built-in format");
 }
 
-}  // namespace
-
 Format register_format(std::string_view name, int bits, RoundFunction function) {
-  check_name(name);
+  check_format_name(name);
   if (bits < 1 || bits > 32) fail("format '", name, "': expected 1 to 32 bits an element, found ", bits);
   if (!function) fail("format '", name, "': no function is given");
   Registry& all = registry();
@@ -56,6 +56,35 @@ Format register_format(std::string_view name, int bits, RoundFunction function) 
   entry.format.element = {entry.own.name, 0, bits - 1, 0, 1, bits, Specials::none, true, Overflow::saturate};
   entry.format.own = &entry.own;
   return entry.format;
+}
+
+Format define_format(std::string_view name, const Format& format) {
+  check_format_name(name);
+  if (format.exact() || format.own || format.residual || !format.given_name.empty()) {
+    fail("format '", name,
+         "': expected one that rounds, is no function and has neither error feedback nor a given name");
+  }
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  if (find(all.entries, name)) fail("format name '", name, "' is taken by another format");
+  Entry& entry = all.entries.emplace_back(OwnFormat{std::string(name), {}}, format);
+  entry.format.given_name = entry.own.name;
+  return entry.format;
+}
+
+Format definition_of(Format format) {
+  format.given_name = {};
+  return format;
+}
+
+std::vector<std::pair<std::string, std::string>> defined_formats() {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  std::vector<std::pair<std::string, std::string>> out;
+  for (const Entry& entry : all.entries) {
+    if (!entry.format.own) out.emplace_back(entry.own.name, definition_of(entry.format).text());
+  }
+  return out;
 }
 
 const Format* find_own_format(std::string_view name) {

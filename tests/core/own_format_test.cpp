@@ -90,7 +90,7 @@ TEST(OwnFormat, NarrowsOnceAndCountsWhatIsLost) {
       });
   // 1 + 2^-23 doubled is 2 + 2^-22 + 2^-23 + 2^-46: past the tie between neighbours that are 2^-22 apart.
   float narrow[] = {1, 1 + 0x1p-23F, std::numeric_limits<float>::max(), -HUGE_VALF};
-  EXPECT_EQ(round_rows(doubling, narrow, 2, 2), 1);
+  EXPECT_EQ(round_rows(doubling, narrow, 2, 2), (RangeLoss{1, 0}));
   EXPECT_EQ(narrow[0], 2);  // a tie, to even
   EXPECT_EQ(narrow[1], 2 + 0x1p-21F);
   EXPECT_EQ(narrow[2], HUGE_VALF);
@@ -136,7 +136,8 @@ TEST(OwnFormat, SaysWhatIsWrong) {
   expect_refused([] { register_format("wide", 33, all_to_bf16); }, "1 to 32 bits an element, found 33");
   expect_refused([] { parse_format("none"); }, "unknown name 'none'");
   for (const char* modifier : {"row", "sr", "cap=3", "floor"}) {
-    expect_refused([&] { parse_format(std::string("my-bf16:") + modifier); }, "takes no modifier but hadamard");
+    expect_refused([&] { parse_format(std::string("my-bf16:") + modifier); },
+                   "takes no modifier but hadamard and ef=F");
   }
   double x[] = {1, 2};
   std::byte codes[8];
