@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 
 #include "core/real.h"
 #include "core/scales.h"
@@ -18,6 +19,7 @@ double worst_of_half(const Format& format) { return format.rounding == Rounding:
 /// that share its scale.
 double relative_error2(const Format& format) {
   if (format.exact()) return 0;
+  if (format.own) return std::numeric_limits<double>::quiet_NaN();  // not known
   const Element& e = format.element;
   const double max = format.cap > 0 ? format.cap : decode<double>(e, e.max_code), top = power_of_two_below(max);
   // The least that the largest element over the scale can be, and what is beyond the range of the element.
@@ -68,6 +70,19 @@ void add_rotated_errors(const Format& format, const double* state, std::int64_t 
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out) {
   if (format.exact()) return;
   if (format.hadamard) return add_rotated_errors(format, state, rows, n, out);
+  if (format.scale == Scale::tensor) {
+    std::fill_n(out, n, std::numeric_limits<double>::quiet_NaN());
+    return;
+  }
+  if (format.own) {
+    std::vector<double> rounded(state, state + rows * n);
+    round_rows(format, rounded.data(), rows, n);
+    for (std::int64_t i = 0; i < rows * n; ++i) {
+      const double error = rounded[static_cast<std::size_t>(i)] - state[i];
+      out[i % n] += error * error;
+    }
+    return;
+  }
   const Element& e = format.element;
   const double largest = decode<double>(e, e.max_code), smallest = std::ldexp(1.0, e.emin);
   const double worst = worst_of_half(format);
@@ -76,7 +91,7 @@ void add_rounding_errors(const Format& format, const double* state, std::int64_t
     for (std::int64_t i = 0; i < count; ++i) {
       const double size = std::abs(x[i]);
       const double half_spacing = power_of_two_below(std::max(size * inverse, smallest)) * half_last_place;
-      const double error = std::max(half_spacing, size - largest * scale);
+      const double error = format.asymmetric ? worst * scale / 2 : std::max(half_spacing, size - largest * scale);
       sum[i] += error * error;
     }
   };
@@ -86,7 +101,8 @@ void add_rounding_errors(const Format& format, const double* state, std::int64_t
   }
   const Scaler<double> scaler(format, state, rows * n);
   for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
-    const double scale = scaler.value(scaler.code(largest_magnitude(state + first, count)));
+    const double scale = scaler.value(format.asymmetric ? scaler.affine(extremes_of(state + first, count)).code
+                                                        : scaler.code(largest_magnitude(state + first, count)));
     for (std::int64_t i = first, end = first + count; i < end;) {
       const std::int64_t column = i % n, part = std::min(n - column, end - i);
       add(state + i, part, scale, out + column);
@@ -124,8 +140,8 @@ double LocalBound::advance(const ReferenceStep& step) {
       std::sqrt(along(step.c, anchor_) + copy2) + arithmetic * std::sqrt(step.state2 * dot(step.c, step.c, N));
 
   if (flush) {
-    join(anchor_, rounding(schedule_.anchor, step.state));
-    if (schedule_.read) copy_ = rounding(*schedule_.read, step.state);
+    join(anchor_, rounding(schedule_.anchor, step.state, last_anchor_));
+    if (schedule_.read) copy_ = rounding(*schedule_.read, step.state, last_copy_);
     if (leaks_) cross_ = decayed_ = copy_;
     held_ = 0;
   } else {
@@ -206,10 +222,15 @@ LocalBound::Matrix LocalBound::diagonal(const std::vector<double>& d) const {
   return out;
 }
 
-LocalBound::Matrix LocalBound::rounding(const Format& format, const double* state) const {
+/// `last`: what the store before could leave, which error feedback adds to this one.
+LocalBound::Matrix LocalBound::rounding(const Format& format, const double* state, std::vector<double>& last) const {
   std::vector<double> errors(static_cast<std::size_t>(shape_.state_dim), 0.0);
   add_rounding_errors(format, state, shape_.head_dim, shape_.state_dim, errors.data());
-  return diagonal(errors);
+  if (!format.residual) return diagonal(errors);
+  std::vector<double> both = errors;
+  for (std::size_t n = 0; n < last.size(); ++n) both[n] = std::pow(std::sqrt(errors[n]) + 2 * std::sqrt(last[n]), 2);
+  last = std::move(errors);
+  return diagonal(both);
 }
 
 /// The moments of a sum of errors that may be correlated in any way.
@@ -221,7 +242,7 @@ void LocalBound::join(Matrix& covariance, const Matrix& other) const {
     return sum;
   };
   const double old = std::max(trace(covariance), 0.0), added = trace(other);
-  if (!(added > 0)) return;
+  if (added == 0) return;
   const double q = std::min(std::sqrt(added / old), 0x1p53);  // from there on what there was counts for nothing
   const double old_factor = 1 + q, added_factor = 1 + 1 / q;
   std::ranges::transform(covariance, other, covariance.begin(),

@@ -12,7 +12,8 @@ namespace replayssm {
 /// The most that storing `rows` rows of n elements can add to the squared errors of each column: out[i] += the sum over
 /// the rows of (spacing / 2)^2, spacing the distance of the format's values at that element (times its scale), or of
 /// what is beyond the largest value, where that is more; toward zero of spacing^2; of stochastic rounding in the mean.
-/// Overflow to infinity is not covered. Nothing for `exact`.
+/// Overflow to infinity is not covered. With scales of a tensor, of which one head does not tell, NaN: not known. Of a
+/// function only what it does to these elements is known, and added. Nothing for `exact`.
 void add_rounding_errors(const Format& format, const double* state, std::int64_t rows, std::int64_t n, double* out);
 
 /// What the bound needs of one step of the reference, of one head.
@@ -38,11 +39,13 @@ struct ReferenceStep {
 /// C makes the trace least.
 ///
 /// C is [N, N]; for Mamba-2 it stays diagonal. A split state has another one for what the read copy adds since the last
-/// flush. In an open loop u is computed from the copy; what that leaves in the rebuilt anchor is e - d, e the copy's
-/// error carried on and d the same when it only decays. Rounded rings add to every direction of C what rounding a
-/// record can add to the squared norm of u w^T, and to the state by the decay, one record uncorrelated to another.
-/// Arithmetic in `unit` = unit roundoff of the computing precision adds (N + 2 L) unit |S| |c|. Terms of second order
-/// in the unit roundoffs are dropped. Takes some 8 N^2 operations a token for the delta rule.
+/// flush. With error feedback a store also adds the residual of the store before, which is at most twice what that one
+/// could not keep: rounding the residual at most doubles it. In an open loop u is computed from the copy; what that
+/// leaves in the rebuilt anchor is e - d, e the copy's error carried on and d the same when it only decays. Rounded
+/// rings add to every direction of C what rounding a record can add to the squared norm of u w^T, and to the state by
+/// the decay, one record uncorrelated to another. Arithmetic in `unit` = unit roundoff of the computing precision adds
+/// (N + 2 L) unit |S| |c|. Terms of second order in the unit roundoffs are dropped. Takes some 8 N^2 operations a token
+/// for the delta rule.
 class LocalBound {
  public:
   LocalBound(const RecurrenceShape& shape, const Policy& policy, double unit);
@@ -58,7 +61,7 @@ class LocalBound {
   void carry_cross(const ReferenceStep& step);
   double along(const double* c, const Matrix& covariance) const;
   Matrix diagonal(const std::vector<double>& d) const;
-  Matrix rounding(const Format& format, const double* state) const;
+  Matrix rounding(const Format& format, const double* state, std::vector<double>& last) const;
   Matrix leak() const;
   void join(Matrix& covariance, const Matrix& other) const;
   double record_error2(const ReferenceStep& step) const;
@@ -68,8 +71,9 @@ class LocalBound {
   bool delta_, leaks_;
   double unit_, ring_vectors_, ring_decay_;
   std::int64_t held_ = 0;
-  Matrix anchor_;  // of the anchor or checkpoint with its ring, carried to the present
-  Matrix copy_;    // E[e^T e] of the read copy's own error
+  Matrix anchor_;                                // of the anchor or checkpoint with its ring, carried to the present
+  Matrix copy_;                                  // E[e^T e] of the read copy's own error
+  std::vector<double> last_anchor_, last_copy_;  // what their last stores left, column by column; error feedback only
   // Where it leaks: E[e^T d] and E[d^T d].
   Matrix cross_, decayed_;
 };

@@ -173,6 +173,10 @@ void LayerObserver::add_states(const LayerChunk& chunk, const RecurrenceShape& s
     ErrorMoments local, propagated, checkpoint, read_copy;
   };
   std::vector<Head> heads(static_cast<std::size_t>(shape.heads));
+  Extremes<double> of_tensor;
+  if (format.scale == Scale::tensor) {
+    of_tensor = extremes(format, reference_state_.data(), shape.heads * shape.head_dim, shape.state_dim);
+  }
   parallel_for(shape.heads, threads_, [&](std::int64_t h) {
     const auto head = static_cast<std::size_t>(h);
     const double* reference = reference_state_.data() + h * size;
@@ -185,7 +189,7 @@ void LayerObserver::add_states(const LayerChunk& chunk, const RecurrenceShape& s
     }
     std::vector<double> once(reference, reference + size);
     const Draw draw{.token = static_cast<std::uint32_t>(chunk.first_token), .head = static_cast<std::uint32_t>(h)};
-    round_rows(format, once.data(), shape.head_dim, shape.state_dim, draw);
+    round_rows(format, once.data(), shape.head_dim, shape.state_dim, draw, &of_tensor);
     for (std::int64_t i = 0; i < size; ++i) {
       const double error = once[static_cast<std::size_t>(i)] - reference[i];
       c.written2[head] += error * error;

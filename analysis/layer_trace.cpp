@@ -9,6 +9,7 @@
 #include "analysis/head_inputs.h"
 #include "analysis/state_codes.h"
 #include "core/error.h"
+#include "core/own_format.h"
 #include "core/parallel.h"
 
 namespace replayssm {
@@ -49,13 +50,16 @@ class HeadRun {
 };
 
 /// Whether what is stored is kept as codes. Behind a rotation, whose sums are rounded, a value does not tell its code.
-bool has_codes(const Format& format) { return !format.exact() && !format.hadamard; }
+bool has_codes(const Format& format) { return !format.exact() && !format.hadamard && !format.own; }
 
 TraceType code_type(const Element& element) {
   return element.storage_bits == 32   ? TraceType::uint32
          : element.storage_bits == 16 ? TraceType::uint16
                                       : TraceType::uint8;
 }
+
+/// Zero points are kept as wide as codes are, in whole bytes.
+TraceType zero_type(const Format& format) { return code_type(format.element); }
 
 }  // namespace
 
@@ -126,7 +130,8 @@ struct LayerTrace::Layer {
     if (!has_codes(format)) return make_states(path, text + ", stored as " + format.text());
     const std::int64_t N = shape.state_dim, bits = format.element.storage_bits;
     const bool scaled = format.scale != Scale::none;
-    CodeLayout layout{.format = format.text(),
+    // The definition of a given name, so that the file tells without another what it holds.
+    CodeLayout layout{.format = definition_of(format).text(),
                       .block = scaled ? format.block(shape.head_dim, N) : 0,
                       .scale_layout = "none",
                       .codes_per_item = bits < 8 ? (8 % bits == 0 ? 8 / bits : 0) : 1,
@@ -134,6 +139,10 @@ struct LayerTrace::Layer {
     TraceShape scales = {shape.heads, shape.head_dim};
     if (format.scale == Scale::row) layout.scale_layout = "row";
     if (format.scale == Scale::head) layout.scale_layout = "head", scales = {shape.heads};
+    if (format.scale == Scale::tensor) {
+      layout.scale_layout = "tensor", scales = {1};
+      layout.block = shape.heads * shape.head_dim * N;
+    }
     if (format.scale == Scale::tile) {
       layout.scale_layout = "rows";
       scales = {shape.heads, format.scales(shape.head_dim, N)};
@@ -147,29 +156,38 @@ struct LayerTrace::Layer {
                           {shape.heads, shape.head_dim, bits < 8 ? format.code_bytes(N) : N}, layout,
                           scaled ? std::optional(scales) : std::nullopt, {"code", text});
     file.attribute(path, "dims", std::string("sample, head, head_dim, state_dim"));
+    if (format.asymmetric) {
+      file.appendable(path + "_zero_points", zero_type(format), scales,
+                      {"code", "zero points of " + path + ", two's complement; value = (code - zero point) scale"});
+      file.attribute(path, "zero_points", path + "_zero_points");
+    }
     if (format.head_scale_width() == 0) return;
     file.appendable(path + "_head_scales", TraceType::float32, {shape.heads}, {"", "scales of the heads of " + path});
     file.attribute(path, "head_scales", path + "_head_scales");
   }
   void add_stored(const std::string& path, const Format& format, const std::vector<double>& state) {
     if (!has_codes(format)) return add(path, state);
-    const std::int64_t rows = shape.head_dim, N = shape.state_dim;
-    StoredRows all;
-    std::vector<std::byte> head_scales;
-    for (std::int64_t h = 0; h < shape.heads; ++h) {
-      const double* head = state.data() + h * rows * N;
-      const StoredRows codes = narrow_states
-                                   ? codes_of_rounded(format, std::vector<float>(head, head + rows * N).data(), rows, N)
-                                   : codes_of_rounded(format, head, rows, N);
-      const auto scales = codes.scales.begin() + format.head_scale_width();
-      all.codes.insert(all.codes.end(), codes.codes.begin(), codes.codes.end());
-      head_scales.insert(head_scales.end(), codes.scales.begin(), scales);
-      all.scales.insert(all.scales.end(), scales, codes.scales.end());
+    const std::int64_t N = shape.state_dim, parts = format.scale == Scale::tensor ? 1 : shape.heads;
+    const std::int64_t rows = shape.heads * shape.head_dim / parts;  // that are stored together
+    const auto scales = static_cast<std::ptrdiff_t>(format.scales(rows, N) * format.scale_width());
+    std::vector<std::byte> codes, head_scales, block_scales, zero_points;
+    const auto append = [](std::vector<std::byte>& to, auto first, auto last) { to.insert(to.end(), first, last); };
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const double* x = state.data() + part * rows * N;
+      const StoredRows stored = narrow_states
+                                    ? codes_of_rounded(format, std::vector<float>(x, x + rows * N).data(), rows, N)
+                                    : codes_of_rounded(format, x, rows, N);
+      const auto first = stored.scales.begin(), blocks = first + format.head_scale_width(), zeros = blocks + scales;
+      append(codes, stored.codes.begin(), stored.codes.end());
+      append(head_scales, first, blocks);
+      append(block_scales, blocks, zeros);
+      append(zero_points, zeros, stored.scales.end());
     }
-    append_items(code_type(format.element), path, all.codes);
-    if (!all.scales.empty()) {
-      append_items(format.scale_width() == 4 ? TraceType::float32 : TraceType::uint8, path + "_scales", all.scales);
+    append_items(code_type(format.element), path, codes);
+    if (!block_scales.empty()) {
+      append_items(format.scale_width() == 4 ? TraceType::float32 : TraceType::uint8, path + "_scales", block_scales);
     }
+    if (!zero_points.empty()) append_items(zero_type(format), path + "_zero_points", zero_points);
     if (!head_scales.empty()) append_items(TraceType::float32, path + "_head_scales", head_scales);
   }
 
@@ -250,8 +268,8 @@ double LayerTrace::bytes() const {
       const Replay schedule = policy.as_replay();
       const auto stored = [&](const Format& f) {
         if (!has_codes(f)) return real * state;
-        return static_cast<double>(shape.heads * (shape.head_dim * f.code_bytes(shape.state_dim) +
-                                                  f.scale_bytes(shape.head_dim, shape.state_dim)));
+        return static_cast<double>(f.state_code_bytes(shape.heads, shape.head_dim, shape.state_dim) +
+                                   f.state_scale_bytes(shape.heads, shape.head_dim, shape.state_dim));
       };
       sum += 2 * samples * (real * state + stored(schedule.anchor) + (schedule.read ? stored(*schedule.read) : 0));
     }

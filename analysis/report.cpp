@@ -9,6 +9,7 @@
 
 #include "analysis/report_json.h"
 #include "core/error.h"
+#include "core/own_format.h"
 #include "core/replace_file.h"
 #include "core/trace.h"
 #include "core/version.h"
@@ -41,6 +42,8 @@ std::string note(const PolicyResult& result) {
     text = std::to_string(result.divergence.non_finite) + " positions not finite";
   } else if (result.overflows() > 0) {
     text = std::to_string(result.overflows()) + " overflows";
+  } else if (result.saturations() > 0) {
+    text = std::to_string(result.saturations()) + " saturated";
   }
   if (result.divergence.kl.infinite > 0) {
     text += (text.empty() ? "" : "; ") + std::to_string(result.divergence.kl.infinite) + " infinite";
@@ -53,7 +56,7 @@ Json statistics_json(const DivergenceStatistics& s) {
           {"p99", s.p99},   {"max", s.max}, {"infinite", s.infinite}};
 }
 
-Json overflows_json(std::int64_t overflows, bool counted) { return counted ? Json(overflows) : Json(nullptr); }
+Json count_json(std::int64_t count, bool counted) { return counted ? Json(count) : Json(nullptr); }
 
 Json event_json(const std::optional<std::pair<RangeEvents::Event, std::int64_t>>& event) {
   if (!event) return nullptr;
@@ -100,7 +103,8 @@ Json result_json(const PolicyResult& result) {
                       {"kind", layer.kind},
                       {"y_rel_l2", error_json(layer.y_rel_l2)},
                       {"state_rel_l2", error_json(layer.state_rel_l2)},
-                      {"overflows", overflows_json(layer.events.overflows, layer.events.overflows_counted)}});
+                      {"overflows", count_json(layer.events.overflows, layer.events.overflows_counted)},
+                      {"saturations", count_json(layer.events.saturations, layer.events.overflows_counted)}});
   }
   return {{"policy", result.policy.text()},
           {"control", result.policy.exact()},
@@ -109,7 +113,8 @@ Json result_json(const PolicyResult& result) {
           {"top1_agreement", d.top1_agreement},
           {"top1_ties", d.top1_ties},
           {"delta_p", {{"rms", d.delta_p.rms}, {"p1", d.delta_p.p1}, {"p99", d.delta_p.p99}}},
-          {"overflows", overflows_json(result.overflows(), result.overflows_counted())},
+          {"overflows", count_json(result.overflows(), result.overflows_counted())},
+          {"saturations", count_json(result.saturations(), result.overflows_counted())},
           {"first_non_finite", event_json(result.first_non_finite())},
           {"non_finite", d.non_finite},
           {"nll", d.nll},
@@ -134,6 +139,8 @@ Json run_json(const Model& model, const RunFacts& facts) {
   if (!facts.activations.empty()) {
     recurrence = {{"arithmetic", "fp32"}, {"activations", facts.activations}, {"exact_ring", "fp32"}};
   }
+  Json formats = Json::object();
+  for (const auto& [name, definition] : defined_formats()) formats[name] = definition;
   return {
       {"command", facts.command},
       {"version", version()},
@@ -150,6 +157,7 @@ Json run_json(const Model& model, const RunFacts& facts) {
       {"device", facts.device},
       {"precision", facts.precision},
       {"kernels", recurrence},
+      {"formats", formats},
       {"seconds", facts.seconds},
       {"provenance",
        {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", facts.seed}}}};
@@ -234,11 +242,12 @@ void write_kl(const std::string& path, const Model& model, const RunFacts& facts
     for (const TokenDivergence& token : result.tokens) agrees.push_back(token.top1_agrees);
     file.dataset(at + "top1_agrees", agrees, shape, {"", "1 where the most probable token is the same"});
 
-    std::vector<std::int64_t> index, overflows;
+    std::vector<std::int64_t> index, overflows, saturations;
     std::vector<double> y, y_local, state, state_local;
     for (const LayerResult& layer : result.layers) {
       index.push_back(layer.layer);
       overflows.push_back(layer.events.overflows_counted ? layer.events.overflows : -1);
+      saturations.push_back(layer.events.overflows_counted ? layer.events.saturations : -1);
       y.push_back(layer.y_rel_l2.propagated);
       y_local.push_back(layer.y_rel_l2.local);
       state.push_back(layer.state_rel_l2.propagated);
@@ -253,7 +262,9 @@ void write_kl(const std::string& path, const Model& model, const RunFacts& facts
     file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
     file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
     file.dataset(at + "layers/overflows", overflows, layers,
-                 {"elements", "finite values beyond the format's range; -1: not counted"});
+                 {"elements", "finite values that became Inf or NaN; -1: not counted"});
+    file.dataset(at + "layers/saturations", saturations, layers,
+                 {"elements", "finite values beyond the format's range, stored as its largest; -1: not counted"});
     file.attribute(group, "bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence);
     file.attribute(group, "bytes_moved_per_token", result.cost.bytes_moved_per_token);
     file.attribute(group, "flushes", result.cost.flushes);

@@ -3,15 +3,6 @@
 #include <algorithm>
 
 namespace replayssm {
-namespace {
-
-HeadInputs<double> from(const HeadInputs<double>& in, std::int64_t t) {
-  HeadInputs<double> out = in;
-  for (Rows<double>* rows : {&out.v, &out.w, &out.c, &out.log_decay, &out.gain}) rows->data = (*rows)[t];
-  return out;
-}
-
-}  // namespace
 
 Standstill& Standstill::operator+=(const Standstill& other) {
   still += other.still;
@@ -27,11 +18,12 @@ StallTrack::StallTrack(const RecurrenceShape& shape, const Policy& policy)
 
 Standstill StallTrack::advance(const HeadInputs<double>& inputs, std::int64_t tokens) {
   Standstill sum;
-  if (format_.exact() || format_.rounding == Rounding::stochastic) return sum;
+  const bool adds_up = format_.rounding == Rounding::stochastic || format_.residual;
+  if (format_.exact() || adds_up || format_.joins_heads()) return sum;
   std::vector<double> y(static_cast<std::size_t>(std::min(tokens, length_) * state_.shape().head_dim));
   for (std::int64_t t = 0; t < tokens;) {
     const std::int64_t steps = std::min(length_ - since_store_, tokens - t);
-    state_.advance_head(0, {steps, {from(inputs, t)}, {}}, y.data(), state_.shape().head_dim);
+    state_.advance_head(0, {steps, {inputs.from(t)}, {}}, y.data(), state_.shape().head_dim);
     t += steps;
     since_store_ += steps;
     if (since_store_ == length_) sum += store();

@@ -24,8 +24,9 @@ namespace replayssm {
 /// The scale decides. An fp32 scale that follows the largest element moves with it, so that a row that only decays
 /// keeps its codes and loses nothing: share 0. A power of two stays until the row has lost half of its size; meanwhile
 /// a decay a per store with 1 - a below half a step over v - 2^-(m + 2) to 2^-(m + 1) for m bits of mantissa - is
-/// rounded away. No scale at all is a power of two for good. Stochastic rounding takes a step as often as changes add
-/// up to one: what stands still moves all the same, in the mean, and nothing is counted.
+/// rounded away. No scale at all is a power of two for good. Stochastic rounding and error feedback take a step as
+/// often as changes add up to one: what stands still moves all the same, in the mean, and nothing is counted; nor with
+/// scales of a tensor, which one head does not tell.
 struct Standstill {
   double still = 0, all = 0;
 

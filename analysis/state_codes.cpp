@@ -18,6 +18,38 @@ bool same(Real a, Real b) {
   return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
 }
 
+/// Scale and zero point of rounded asymmetric elements: some under which all read back, or none.
+template <class Real>
+std::optional<AffineScale> find_affine(const Format& format, const Real* x, std::int64_t n) {
+  const Scaler<Real> scaler(format, 1.0F);
+  const Extremes<Real> own = extremes_of(x, n);
+  const auto bits = [](float scale) { return __builtin_bit_cast(std::uint32_t, scale); };
+  if (std::isnan(own.low)) {
+    const bool all = std::all_of(x, x + n, [](Real value) { return std::isnan(value); });
+    return all ? std::optional(AffineScale{bits(std::numeric_limits<float>::quiet_NaN()), 0}) : std::nullopt;
+  }
+  const auto highest = static_cast<std::int32_t>(format.element.max_code), lowest = -highest - 1;
+  // Elements are steps of the scale, and those of one sign and the other lie no farther apart than codes do.
+  const auto reads_back = [&](float scale) -> std::optional<AffineScale> {
+    const auto s = static_cast<Real>(scale);
+    const auto steps = [&](Real value) { return std::nearbyint(value / s); };
+    if (!(steps(own.high) - steps(own.low) <= static_cast<Real>(highest - lowest))) return {};
+    if (!std::all_of(x, x + n, [&](Real value) { return same(steps(value) * s + Real(0), value); })) return {};
+    return AffineScale{bits(scale), lowest - static_cast<std::int32_t>(steps(own.low))};
+  };
+  if (own.low == 0 && own.high == 0) return reads_back(1.0F);
+  const Real largest = std::max(-own.low, own.high);
+  for (std::int32_t steps = highest - lowest; steps > 0; --steps) {
+    const auto near = static_cast<float>(largest / static_cast<Real>(steps));
+    for (const float scale :
+         {near, std::nextafter(near, 0.0F), std::nextafter(near, std::numeric_limits<float>::infinity())}) {
+      if (!(scale > 0) || !std::isfinite(scale)) continue;
+      if (const auto found = reads_back(scale)) return found;
+    }
+  }
+  return {};
+}
+
 /// The scales of blocks of rounded elements, given the scale of the head.
 template <class Real>
 class BlockScales {
@@ -74,18 +106,28 @@ std::vector<std::byte> scales_of(const Format& format, float head_scale, const R
                                  std::int64_t n, std::int64_t* bad_row) {
   const BlockScales<Real> blocks(format, head_scale);
   const auto* of_head = reinterpret_cast<const std::byte*>(&head_scale);
-  std::vector<std::byte> out(of_head, of_head + format.head_scale_width());
+  std::vector<std::byte> out(of_head, of_head + format.head_scale_width()), zeros;
+  const auto append = [](std::vector<std::byte>& to, const auto& value, std::int64_t width) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(&value);
+    to.insert(to.end(), bytes, bytes + width);
+  };
   *bad_row = -1;
   for_each_block(format, rows, n, [&](std::int64_t first, std::int64_t count) {
     if (*bad_row >= 0) return;
-    const std::optional<std::uint32_t> code = blocks.find(data + first, count);
-    if (!code) {
+    std::optional<AffineScale> scale;
+    if (format.asymmetric) {
+      scale = find_affine(format, data + first, count);
+    } else if (const auto code = blocks.find(data + first, count)) {
+      scale = AffineScale{*code, 0};
+    }
+    if (!scale) {
       *bad_row = first / n;
       return;
     }
-    const auto* bytes = reinterpret_cast<const std::byte*>(&*code);
-    out.insert(out.end(), bytes, bytes + format.scale_width());
+    append(out, scale->code, format.scale_width());
+    append(zeros, scale->zero, format.zero_width());
   });
+  out.insert(out.end(), zeros.begin(), zeros.end());
   return out;
 }
 

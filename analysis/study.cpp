@@ -310,6 +310,12 @@ std::int64_t PolicyResult::overflows() const {
   return sum;
 }
 
+std::int64_t PolicyResult::saturations() const {
+  std::int64_t sum = 0;
+  for (const LayerResult& layer : layers) sum += layer.events.saturations;
+  return sum;
+}
+
 bool PolicyResult::overflows_counted() const {
   return std::ranges::all_of(layers, [](const LayerResult& layer) { return layer.events.overflows_counted; });
 }

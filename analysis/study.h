@@ -97,7 +97,8 @@ struct PolicyResult {
   StateCost cost;
 
   std::int64_t overflows() const;
-  /// False where some layer keeps no count of them.
+  std::int64_t saturations() const;
+  /// False where some layer keeps no count of either.
   bool overflows_counted() const;
   /// The first Inf or NaN of any layer: the earliest step, and of these the lowest layer.
   std::optional<std::pair<RangeEvents::Event, std::int64_t>> first_non_finite() const;

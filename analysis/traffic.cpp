@@ -1,8 +1,5 @@
 #include "analysis/traffic.h"
 
-#include <tuple>
-#include <utility>
-
 namespace replayssm {
 namespace {
 
@@ -26,8 +23,8 @@ StepBytes outputs(const LayerTraffic& layer, std::int64_t count) {
   if (count == 0) return {};
   const StepBytes first = layer.output(0);
   const double record = layer.output(1).ring_read, n = real(count);
-  return {n * first.state_read, n * first.state_write, n * first.scales, record * n * (n - 1) / 2,
-          n * first.ring_append};
+  return {n * first.state_read,     n * first.state_write, n * first.scales,
+          record * n * (n - 1) / 2, n * first.ring_append, n * first.residuals};
 }
 
 double moved(const LayerTraffic& layer, std::int64_t L, std::int64_t tokens) {
@@ -43,6 +40,7 @@ StepBytes& StepBytes::operator+=(const StepBytes& other) {
   scales += other.scales;
   ring_read += other.ring_read;
   ring_append += other.ring_append;
+  residuals += other.residuals;
   return *this;
 }
 
@@ -51,12 +49,15 @@ LayerTraffic::LayerTraffic(const RecurrenceShape& shape, const Policy& policy) {
   length_ = replay.length;
   split_ = replay.read.has_value();
   const auto state = [&](const Format& format) {
-    return std::pair{real(shape.heads * shape.head_dim * format.code_bytes(shape.state_dim)),
-                     real(shape.heads * format.scale_bytes(shape.head_dim, shape.state_dim))};
+    const std::int64_t heads = shape.heads, rows = shape.head_dim, n = shape.state_dim;
+    const Format* kept = format.residual;
+    const std::int64_t residual =
+        kept ? kept->state_code_bytes(heads, rows, n) + kept->state_scale_bytes(heads, rows, n) : 0;
+    return Stored{real(format.state_code_bytes(heads, rows, n)), real(format.state_scale_bytes(heads, rows, n)),
+                  real(residual)};
   };
-  std::tie(anchor_.codes, anchor_.scales) = state(replay.anchor);
-  copy_ = {};
-  if (split_) std::tie(copy_.codes, copy_.scales) = state(*replay.read);
+  anchor_ = state(replay.anchor);
+  if (split_) copy_ = state(*replay.read);
 
   const Field field{replay};
   const std::int64_t H = shape.heads, G = shape.groups, P = shape.head_dim, N = shape.state_dim;
@@ -76,24 +77,30 @@ LayerTraffic::LayerTraffic(const RecurrenceShape& shape, const Policy& policy) {
 }
 
 double LayerTraffic::stored() const {
-  return anchor_.codes + anchor_.scales + copy_.codes + copy_.scales + real(length_ - 1) * record_.appended;
+  const auto all = [](const Stored& s) { return s.codes + s.scales + s.residual; };
+  return all(anchor_) + all(copy_) + real(length_ - 1) * record_.appended;
 }
 
 StepBytes LayerTraffic::output(std::int64_t held) const {
   const auto& read = split_ ? copy_ : anchor_;
-  return {read.codes, 0, read.scales, real(held) * record_.output, record_.appended};
+  return {read.codes, 0, read.scales, real(held) * record_.output, record_.appended, 0};
 }
 
 StepBytes LayerTraffic::flush() const {
-  return {anchor_.codes, anchor_.codes + copy_.codes, 2 * anchor_.scales + copy_.scales,
-          real(length_ - 1) * record_.flush, 0};
+  return {anchor_.codes,
+          anchor_.codes + copy_.codes,
+          2 * anchor_.scales + copy_.scales,
+          real(length_ - 1) * record_.flush,
+          0,
+          2 * (anchor_.residual + copy_.residual)};
 }
 
 StepBytes LayerTraffic::mean() const {
   StepBytes sum = outputs(*this, length_ - 1);
   sum += flush();
   const double L = real(length_);
-  return {sum.state_read / L, sum.state_write / L, sum.scales / L, sum.ring_read / L, sum.ring_append / L};
+  return {sum.state_read / L, sum.state_write / L, sum.scales / L,
+          sum.ring_read / L,  sum.ring_append / L, sum.residuals / L};
 }
 
 double activation_bytes(const RecurrenceShape& shape, double bytes) {

@@ -15,8 +15,9 @@ struct StepBytes {
   double scales = 0;       ///< of the states that are read and written
   double ring_read = 0;    ///< the live records
   double ring_append = 0;  ///< the token's record
+  double residuals = 0;    ///< codes and scales of what error feedback keeps, read and written by a flush
 
-  double total() const { return state_read + state_write + scales + ring_read + ring_append; }
+  double total() const { return state_read + state_write + scales + ring_read + ring_append + residuals; }
   StepBytes& operator+=(const StepBytes& other);
 };
 
@@ -34,7 +35,7 @@ class LayerTraffic {
  public:
   LayerTraffic(const RecurrenceShape& shape, const Policy& policy);
 
-  /// Bytes of state and ring of one sequence.
+  /// Bytes of state, residuals and ring of one sequence.
   double stored() const;
   /// A step that meets `held` records and appends one, 0 <= held < L - 1.
   StepBytes output(std::int64_t held) const;
@@ -46,9 +47,10 @@ class LayerTraffic {
  private:
   std::int64_t length_;
   bool split_;
-  struct {
-    double codes, scales;
-  } anchor_, copy_;
+  struct Stored {
+    double codes = 0, scales = 0, residual = 0;
+  };
+  Stored anchor_, copy_;
   struct {
     double appended, output, flush;
   } record_;  // bytes of one record

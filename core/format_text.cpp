@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/format.h"
+#include "core/own_format.h"
 
 namespace replayssm {
 
@@ -16,17 +16,6 @@ namespace {
 
 Format in_blocks(const Element& element, std::int64_t extent, ScaleRule rule) {
   return {element, Scale::group, rule, extent};
-}
-
-// Named in the project's vocabulary, to be told from a typing error.
-constexpr std::string_view kLaterModifiers[] = {"tensor"};
-constexpr std::string_view kLaterStems[] = {"ef="};
-
-bool known_later(std::string_view modifier) {
-  return std::ranges::find(kLaterModifiers, modifier) != std::end(kLaterModifiers) ||
-         std::ranges::any_of(kLaterStems, [&](std::string_view stem) {
-           return modifier.size() > stem.size() && modifier.starts_with(stem);
-         });
 }
 
 /// The number at the end of a modifier such as group32; none where it is no number.
@@ -83,11 +72,48 @@ std::string scaled_text(const Format& f) {
   std::string text = element_text(f.element);
   if (f.scale == Scale::row) text += ":row";
   if (f.scale == Scale::head) text += ":head";
+  if (f.scale == Scale::tensor) text += ":tensor";
   if (f.scale == Scale::group) text += ":group" + std::to_string(f.extent);
   if (f.scale == Scale::tile) text += ":tile" + std::to_string(f.extent);
+  if (f.asymmetric) text += ":asym";
   if (f.rule == ScaleRule::floor) text += ":floor";
   if (f.rule == ScaleRule::ceil) text += ":ceil";
   return text;
+}
+
+/// A residual that is named without parentheses is scaled as the format itself, if it is an integer or of 8 bits or
+/// less; the scales of nvfp4 are of no other element.
+Format scaled_like(const Format& format, Format residual) {
+  const Element& e = residual.element;
+  const bool plain = residual.scale == Scale::none && !residual.own && residual.given_name.empty();
+  if (!plain || !(e.integer || e.bits() <= 8)) return residual;
+  residual.scale = format.scale;
+  residual.extent = format.extent;
+  residual.rule = format.rule == ScaleRule::nvfp4 ? ScaleRule::amax : format.rule;
+  return residual;
+}
+
+std::string residual_text(const Format& format) {
+  const Format& residual = *format.residual;
+  Format bare = residual;
+  bare.scale = Scale::none;
+  bare.extent = 0;
+  bare.rule = ScaleRule::amax;
+  for (const Format& name : {residual, bare}) {
+    const std::string text = name.text();
+    if (text.find(':') == text.npos && scaled_like(format, name) == residual) return text;
+  }
+  return "(" + residual.text() + ")";
+}
+
+/// The first ':' from `begin` on that is in no parentheses, or the end.
+std::size_t next_colon(std::string_view text, std::size_t begin) {
+  int depth = 0;
+  for (std::size_t i = begin; i < text.size(); ++i) {
+    depth += (text[i] == '(') - (text[i] == ')');
+    if (text[i] == ':' && depth <= 0) return i;
+  }
+  return text.size();
 }
 
 class Parser {
@@ -95,15 +121,17 @@ class Parser {
   explicit Parser(std::string_view text) : text_(text) {}
 
   Format parse() {
-    const std::size_t colon = std::min(text_.find(':'), text_.size());
-    const std::string_view name = text_.substr(0, colon);
-    name.starts_with("custom(") ? read_custom(name) : read_name(name);
-    for (std::size_t begin = colon; begin < text_.size();) {
-      const std::size_t end = std::min(text_.find(':', begin + 1), text_.size());
-      read_modifier(text_.substr(begin + 1, end - begin - 1));
-      begin = end;
-    }
+    read_plain();
     check();
+    // Behind all else: what the residual is scaled as may be named after it.
+    if (!residual_.empty()) read_residual();
+    return format_;
+  }
+
+  /// An element that its scale is still to be given: all but the checks.
+  Format parse_unscaled() {
+    read_plain();
+    if (!residual_.empty()) wrong("a residual has no error feedback of its own");
     return format_;
   }
 
@@ -111,6 +139,32 @@ class Parser {
   template <class... Parts>
   [[noreturn]] void wrong(const Parts&... parts) const {
     fail("format '", text_, "': ", parts...);
+  }
+
+  void read_plain() {
+    const std::size_t colon = next_colon(text_, 0);
+    const std::string_view name = text_.substr(0, colon);
+    name.starts_with("custom(") ? read_custom(name) : read_name(name);
+    for (std::size_t begin = colon; begin < text_.size();) {
+      const std::size_t end = next_colon(text_, begin + 1);
+      read_modifier(text_.substr(begin + 1, end - begin - 1));
+      begin = end;
+    }
+  }
+
+  void read_residual() {
+    const bool parentheses = residual_.front() == '(' && residual_.back() == ')';
+    const std::string_view inside = parentheses ? residual_.substr(1, residual_.size() - 2) : residual_;
+    try {
+      const Format residual =
+          parentheses ? parse_format(inside) : scaled_like(format_, Parser(inside).parse_unscaled());
+      if (residual.element.integer && residual.scale == Scale::none && !residual.own) {
+        wrong("the residual ", inside, " needs a scale: expected ef=(", inside, ":row) or another");
+      }
+      format_ = with_residual(format_, residual);
+    } catch (const Error& error) {
+      wrong("ef=", residual_, ": ", error.what());
+    }
   }
 
   void read_name(std::string_view name) {
@@ -122,6 +176,11 @@ class Parser {
     for (const NamedFormat& named : named_formats()) {
       if (named.name != name) continue;
       format_ = named.format;
+      named_ = true;
+      return;
+    }
+    if (const Format* own = find_own_format(name)) {
+      format_ = *own;
       named_ = true;
       return;
     }
@@ -182,14 +241,25 @@ class Parser {
   }
 
   void read_modifier(std::string_view modifier) {
-    if (known_later(modifier)) wrong("modifier '", modifier, "' is not supported yet");
+    const bool feedback = modifier.starts_with("ef=");
+    if (format_.own && modifier != "hadamard" && !feedback) {
+      wrong("a function takes no modifier but hadamard and ef=F, found '", modifier, "'");
+    }
+    const bool stochastic = modifier == "sr" || modifier.starts_with("sr=");
+    if (!format_.given_name.empty() && !feedback && !stochastic && modifier != "rz" && modifier != "hadamard") {
+      wrong("'", format_.given_name, "' takes no modifier but rz, sr, sr=B, hadamard and ef=F, found '", modifier, "'");
+    }
     const auto group = number_behind<std::int64_t>("group", modifier);
     const auto tile = number_behind<std::int64_t>("tile", modifier);
     if (format_.exact()) wrong("exact takes no modifiers, nothing of it is rounded");
-    if (modifier == "row" || modifier == "head" || group || tile) {
+    if (modifier == "row" || modifier == "head" || modifier == "tensor" || group || tile) {
       if (named_) wrong("its name says what shares a scale, found '", modifier, "' beside it");
       if (format_.scale != Scale::none) wrong("'", modifier, "' is given twice, or beside another scale");
-      format_.scale = group ? Scale::group : tile ? Scale::tile : modifier == "head" ? Scale::head : Scale::row;
+      format_.scale = group                  ? Scale::group
+                      : tile                 ? Scale::tile
+                      : modifier == "head"   ? Scale::head
+                      : modifier == "tensor" ? Scale::tensor
+                                             : Scale::row;
       format_.extent = group ? *group : tile.value_or(0);
       if ((group || tile) && (format_.extent < 1 || format_.extent > kLongest)) {
         wrong("expected ", group ? "groups of 1.." : "tiles of 1..", kLongest, ", found '", modifier, "'");
@@ -207,6 +277,13 @@ class Parser {
     } else if (modifier == "hadamard") {
       if (format_.hadamard) wrong("'hadamard' is given twice");
       format_.hadamard = true;
+    } else if (modifier == "asym" || modifier == "asymmetric") {
+      if (format_.asymmetric) wrong("'asym' is given twice");
+      format_.asymmetric = true;
+    } else if (feedback) {
+      if (!residual_.empty()) wrong("'ef' is given twice");
+      residual_ = modifier.substr(3);
+      if (residual_.empty()) wrong("expected the format of the residual behind 'ef='");
     } else if (modifier == "floor" || modifier == "ceil") {
       if (rule_given_) wrong("'", modifier, "' is given twice, or beside another rule");
       if (format_.rule == ScaleRule::nvfp4) wrong("the scales of nvfp4 are no powers of two, found '", modifier, "'");
@@ -214,21 +291,25 @@ class Parser {
       format_.rule = modifier == "floor" ? ScaleRule::floor : ScaleRule::ceil;
     } else {
       wrong("unknown modifier '", modifier,
-            "', expected row, head, groupN, tileN, floor, ceil, cap=X, rz, sr, sr=B or hadamard");
+            "', expected row, head, tensor, groupN, tileN, asym, floor, ceil, cap=X, rz, sr, sr=B, hadamard or ef=F");
     }
   }
 
   void check() {
     const Element& element = format_.element;
-    if (format_.exact()) return;
+    if (format_.exact() || format_.own || !format_.given_name.empty()) return;
     if (format_.cap > 0 && (format_.scale == Scale::none || format_.rule != ScaleRule::amax)) {
-      wrong("a cap for fp32 scales, but none of these: expected row, head, groupN or tileN beside it");
+      wrong("a cap for fp32 scales, but none of these: expected row, head, tensor, groupN or tileN beside it");
+    }
+    if (format_.asymmetric && (!element.integer || format_.scale == Scale::none || format_.rule != ScaleRule::amax ||
+                               format_.cap > 0 || element.mantissa_bits > 20)) {
+      wrong("asym is for integers of at most 21 bits with fp32 scales and no cap: expected int8:row:asym or the like");
     }
     if (format_.cap == decode<double>(element, element.max_code)) format_.cap = 0;
     if (format_.scale == Scale::none) {
       if (element.integer)
         wrong(element_text(element), " needs a scale, expected ", element_text(element), ":row or another");
-      if (rule_given_) wrong("a rule for scales, but no scales: expected row, head, groupN or tileN beside it");
+      if (rule_given_) wrong("a rule for scales, but no scales: expected row, head, tensor, groupN or tileN beside it");
       return;
     }
     // Values near 1 would get a subnormal scale, whose rounding pushes the largest element of a row out of range.
@@ -236,7 +317,7 @@ class Parser {
   }
 
   static constexpr std::int64_t kLongest = std::int64_t{1} << 20;
-  std::string_view text_;
+  std::string_view text_, residual_;
   Format format_;
   bool named_ = false, rule_given_ = false;
 };
@@ -284,11 +365,22 @@ std::span<const NamedFormat> named_formats() {
 }
 
 std::string Format::text() const {
-  std::string text = scaled_text(*this);
-  if (cap > 0) text += ":cap=" + shortest(cap);
-  if (rounding == Rounding::toward_zero) text += ":rz";
-  if (rounding == Rounding::stochastic) text += random_bits == 32 ? ":sr" : ":sr=" + std::to_string(random_bits);
-  if (hadamard) text += ":hadamard";
+  std::string text;
+  Format inner = *this;  // what stands behind its name
+  if (given_name.empty()) {
+    text = scaled_text(*this);
+  } else {
+    text = given_name;
+    const Format& given = *find_own_format(given_name);
+    if (given.rounding != Rounding::nearest) inner.rounding = Rounding::nearest;
+    if (given.hadamard) inner.hadamard = false;
+    inner.cap = 0;
+  }
+  if (inner.cap > 0) text += ":cap=" + shortest(cap);
+  if (inner.rounding == Rounding::toward_zero) text += ":rz";
+  if (inner.rounding == Rounding::stochastic) text += random_bits == 32 ? ":sr" : ":sr=" + std::to_string(random_bits);
+  if (inner.hadamard) text += ":hadamard";
+  if (residual) text += ":ef=" + residual_text(*this);
   return text;
 }
 

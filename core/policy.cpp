@@ -122,13 +122,13 @@ class Parser {
     } else if (key == "state" || key == "anchor" || key == "read") {
       formats_.emplace(key, format(value, key));
     } else if (key == "ring") {
-      ring_.activations = format(value, key);
+      ring_.activations = ring_format(value, key);
     } else if (key.rfind("ring.", 0) == 0) {
       const std::string field = key.substr(5);
       if (!contains(activation_fields, field) && !contains(gate_fields, field)) {
         wrong("unknown ring field '", field, "'; known: x, B, dt (Mamba-2), k, v, u, g, beta (delta rule)");
       }
-      ring_.fields.emplace(field, format(value, key));
+      ring_.fields.emplace(field, ring_format(value, key));
     } else if (key == "order") {
       if (value != "closed" && value != "sequential") wrong("order must be closed or sequential, found '", value, "'");
       order_ = value == "closed" ? Order::closed : Order::sequential;
@@ -157,6 +157,15 @@ class Parser {
     } catch (const Error& error) {
       wrong(key, "=", value, ": ", error.what());
     }
+  }
+
+  /// Records are rounded head by head, and each but once.
+  Format ring_format(std::string_view value, std::string_view key) const {
+    const Format read = format(value, key);
+    if (read.residual) wrong(key, "=", value, ": a record is stored once, so it takes no error feedback");
+    if (read.scale == Scale::tensor)
+      wrong(key, "=", value, ": records are stored head by head, expected head, not tensor");
+    return read;
   }
 
   void read_layers(std::string_view value) {

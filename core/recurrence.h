@@ -64,6 +64,12 @@ struct HeadInputs {
   const Real* rate = nullptr;
 
   Record<Real> record(std::int64_t t) const { return {v[t], w[t], log_decay[t], *gain[t]}; }
+  /// Those from token t on.
+  HeadInputs from(std::int64_t t) const {
+    HeadInputs out = *this;
+    for (Rows<Real>* rows : {&out.v, &out.w, &out.c, &out.log_decay, &out.gain}) rows->data = (*rows)[t];
+    return out;
+  }
 };
 
 /// How prepare() goes over the tokens of a layer, each by itself: in order. A backend passes its own to use threads.

@@ -344,8 +344,7 @@ class ReferenceBackend : public Backend {
     State<Real>& s = dynamic_cast<ReferenceState<Real>&>(state).state;
     const RecurrenceShape& shape = s.shape();
     Tensor y = make(inputs.tokens, shape.heads * shape.head_dim);
-    parallel_for(shape.heads, threads_,
-                 [&](std::int64_t h) { s.advance_head(h, inputs, data(y) + h * shape.head_dim, y.stride); });
+    s.advance(inputs, data(y), y.stride, threads_);
     return y;
   }
 

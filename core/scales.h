@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "core/format.h"
 
@@ -41,6 +42,37 @@ typename Rounder<Real>::Int largest_magnitude(const Real* x, std::int64_t n) {
   return std::max(even, odd);
 }
 
+template <class Real>
+Extremes<Real> extremes_of(const Real* x, std::int64_t n) {
+  Extremes<Real> out;
+  Real sum = 0;  // of zeros, but for what is not finite
+  for (std::int64_t i = 0; i < n; ++i) {
+    out.low = std::min(out.low, x[i]);
+    out.high = std::max(out.high, x[i]);
+    sum += x[i] * Real(0);
+  }
+  if (sum != 0) out.low = out.high = std::numeric_limits<Real>::quiet_NaN();
+  return out;
+}
+
+/// r <- what storing left of r as s, n numbers; 0 where s is not finite.
+template <class Real>
+void keep_error(const Real* s, std::int64_t n, Real* r) {
+  for (std::int64_t i = 0; i < n; ++i) r[i] = std::isfinite(s[i]) ? r[i] - s[i] : Real(0);
+}
+
+/// The format of what has been multiplied by H.
+inline Format unrotated(Format format) {
+  format.hadamard = false;
+  return format;
+}
+
+/// A scale with its zero point.
+struct AffineScale {
+  std::uint32_t code;
+  std::int32_t zero;
+};
+
 /// The scales of the elements of one head under a format that has some. A scale is stored as a code: the bits of a
 /// float, a byte of E8M0 or a byte of e4m3, see ScaleRule.
 template <class Real>
@@ -53,17 +85,21 @@ class Scaler {
       : rule_(format.rule),
         max_(format.cap > 0 ? static_cast<Real>(format.cap) : decode<Real>(format.element, format.element.max_code)),
         wide_max_(__builtin_bit_cast(std::int64_t, static_cast<double>(max_))),
+        steps_(std::ldexp(Real(2), format.element.mantissa_bits) - 1),
         head_scale_(head_scale) {}
 
-  /// For the n elements of a head.
-  Scaler(const Format& format, const Real* head, std::int64_t n) : Scaler(format, 1.0F) {
+  /// For the n elements of a head; `tensor` as in round_rows().
+  Scaler(const Format& format, const Real* head, std::int64_t n, const Extremes<Real>* tensor = nullptr)
+      : Scaler(format, 1.0F) {
     if (rule_ == ScaleRule::nvfp4) head_scale_ = amax_scale(largest_magnitude(head, n), 448 * max_);
+    if (format.scale == Scale::tensor && tensor) tensor_ = *tensor;
   }
 
   float head_scale() const { return head_scale_; }
 
   /// The code of the scale of elements whose largest magnitude is `largest`.
   std::uint32_t code(Int largest) const {
+    if (tensor_) largest = Rounder<Real>::magnitude_of(std::max(-tensor_->low, tensor_->high));
     switch (rule_) {
       case ScaleRule::amax:
         return __builtin_bit_cast(std::uint32_t, amax_scale(largest, max_));
@@ -75,6 +111,25 @@ class Scaler {
       default:
         return power_code(largest);
     }
+  }
+
+  /// Scale and zero point of elements with these extremes, see Format::asymmetric.
+  AffineScale affine(const Extremes<Real>& own) const {
+    const Extremes<Real>& x = tensor_ ? *tensor_ : own;
+    const auto scale = [&] {
+      const auto s = static_cast<float>((x.high - x.low) / steps_);
+      return s == 0 ? 1.0F : std::isfinite(s) ? s : std::numeric_limits<float>::quiet_NaN();
+    }();
+    const Real lowest = -(steps_ + 1) / 2;
+    const Real zero = lowest - x.low / static_cast<Real>(scale);
+    AffineScale out{__builtin_bit_cast(std::uint32_t, scale), 0};
+    // To the nearest by hand: floor and rest are exact.
+    const Real down = std::floor(zero), rest = zero - down;
+    const bool up = rest > Real(0.5) || (rest == Real(0.5) && std::fmod(down, Real(2)) != 0);
+    if (std::isfinite(scale)) {
+      out.zero = static_cast<std::int32_t>(std::clamp<Real>(down + (up ? 1 : 0), lowest, -lowest - 1));
+    }
+    return out;
   }
 
   /// The scale that a code stands for.
@@ -113,7 +168,9 @@ class Scaler {
   ScaleRule rule_;
   Real max_;               // the largest value of the element, or the cap
   std::int64_t wide_max_;  // its bits as a double
+  Real steps_;             // 2^b - 1 of an integer of b bits
   float head_scale_;
+  std::optional<Extremes<Real>> tensor_{};
 };
 
 /// Every row times the matrix H of Format, in place; its own inverse.

@@ -7,6 +7,8 @@
 
 #include "core/error.h"
 #include "core/lanes.h"
+#include "core/parallel.h"
+#include "core/scales.h"
 
 namespace replayssm {
 namespace {
@@ -27,6 +29,7 @@ bool all_finite(const Real* x, std::int64_t n) {
 
 void RangeEvents::merge(const RangeEvents& other) {
   overflows += other.overflows;
+  saturations += other.saturations;
   overflows_counted = overflows_counted && other.overflows_counted;
   keep_earlier(first_overflow, other.first_overflow);
   keep_earlier(first_non_finite, other.first_non_finite);
@@ -89,6 +92,55 @@ class State<Real>::Engine {
     return s;
   }
 
+  // ---- stores -------------------------------------------------------------------------------------------------------
+
+  /// A stored state, or some rows of it, and its residual (null without error feedback).
+  struct Copy {
+    const Format& format;
+    Real *s, *r;
+    std::int64_t rows;
+  };
+  Copy anchor(std::int64_t first, std::int64_t rows) {
+    Vector& r = head_.anchor_residual;
+    return {state_.schedule_.anchor, head_.anchor.data() + first * N, r.empty() ? nullptr : r.data() + first * N, rows};
+  }
+  Copy read() {
+    Vector& r = head_.read_residual;
+    return {*state_.schedule_.read, head_.read.data(), r.empty() ? nullptr : r.data(), P};
+  }
+
+  // A store in three parts, between which heads that share a scale tell their extremes. s <- s + r, and r the same.
+  void feed_back(const Copy& copy) {
+    for (std::int64_t i = 0; copy.r && i < copy.rows * N; ++i) copy.r[i] = copy.s[i] += copy.r[i];
+  }
+
+  /// s <- Q(s) and r <- r - s; keeps count of what went out of range at token t. `first` is the first row.
+  void round(const Copy& copy, std::int64_t t, std::int64_t first = 0, const Extremes<Real>* tensor = nullptr) {
+    const RangeLoss loss = round_rows(copy.format, copy.s, copy.rows, N, draw(t, index_, first * N), tensor);
+    if (copy.r) keep_error(copy.s, copy.rows * N, copy.r);
+    if (loss == RangeLoss()) return;
+    auto& events = head_.events;
+    events.saturations += loss.saturations;
+    if (loss.overflows == 0) return;
+    events.overflows += loss.overflows;
+    keep_earlier(events.first_overflow, event(t));
+    if (!all_finite(copy.s, copy.rows * N)) keep_earlier(events.first_non_finite, event(t));
+  }
+
+  /// r <- Q_residual(r).
+  void round_residual(const Copy& copy, std::int64_t t, std::int64_t first = 0,
+                      const Extremes<Real>* tensor = nullptr) {
+    if (copy.r) round_rows(*copy.format.residual, copy.r, copy.rows, N, draw(t, index_, first * N), tensor);
+  }
+
+  void copy_anchor() { head_.read = head_.anchor; }
+
+  /// Ends a flush whose states are stored.
+  void start_ring() {
+    if (sequential_) head_.running = read_copy();
+    head_.held = 0;
+  }
+
  private:
   static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   std::optional<RangeEvents::Event> event(std::int64_t t) const { return RangeEvents::Event{head_.steps + t, index_}; }
@@ -131,25 +183,22 @@ class State<Real>::Engine {
     return {state_.place_, static_cast<std::uint32_t>(head_.steps + t), static_cast<std::uint32_t>(head), first};
   }
 
-  /// Rounds rows from `first` of a stored state into their format and keeps count of what went out of range at token t.
-  void store(const Format& format, Real* s, std::int64_t first, std::int64_t rows, std::int64_t t) {
-    if (format.exact()) return;
-    const std::int64_t overflows = round_rows(format, s, rows, N, draw(t, index_, first * N));
-    if (overflows == 0) return;
-    auto& events = head_.events;
-    events.overflows += overflows;
-    keep_earlier(events.first_overflow, event(t));
-    if (!all_finite(s, rows * N)) keep_earlier(events.first_non_finite, event(t));
+  void store(const Copy& copy, std::int64_t t, std::int64_t first = 0) {
+    if (copy.format.exact()) return;
+    feed_back(copy);
+    round(copy, t, first);
+    round_residual(copy, t, first);
   }
 
   void store_checkpoint(std::int64_t t) {
-    store(state_.schedule_.anchor, head_.anchor.data(), 0, P, t);
-    if (split_) {
-      head_.read = head_.anchor;
-      store(*state_.schedule_.read, head_.read.data(), 0, P, t);
+    if (!state_.joins_heads_) {  // else State does, once all heads are here
+      store(anchor(0, P), t);
+      if (split_) {
+        copy_anchor();
+        store(read(), t);
+      }
     }
-    if (sequential_) head_.running = read_copy();
-    head_.held = 0;
+    start_ring();
   }
 
   /// Appends the raw fields of token t as record i, each rounded into its ring format.
@@ -175,7 +224,6 @@ class State<Real>::Engine {
 
   /// Row blocks outermost: the rows of a block stay in the first-level cache over all tokens.
   void eager(std::int64_t tokens, Real* y, std::int64_t y_stride) {
-    const Format& format = state_.schedule_.anchor;
     Vector decays(size(tokens * D)), u(size(P));
     for (std::int64_t t = 0; t < tokens; ++t) decay_of(in_.log_decay[t], decays.data() + t * D);
     const auto in_blocks_of = [&](auto block) {
@@ -186,12 +234,12 @@ class State<Real>::Engine {
           const Real* decay = decays.data() + t * D;
           form_u(s, first, rows, in_.record(t), decay, u.data());
           update_and_read<ColumnDecay>(s, rows, N, decay, u.data(), in_.w[t], in_.c[t], y + t * y_stride + first);
-          store(format, s, first, rows, t);
+          if (!state_.joins_heads_) store(anchor(first, rows), t, first);
         }
       }
     };
     // Loops of a length that the compiler knows are faster.
-    format.joins_rows() ? in_blocks_of(P) : in_blocks_of(std::integral_constant<std::int64_t, 16>());
+    state_.schedule_.anchor.joins_rows() ? in_blocks_of(P) : in_blocks_of(std::integral_constant<std::int64_t, 16>());
   }
 
   // ---- closed form --------------------------------------------------------------------------------------------------
@@ -449,6 +497,7 @@ State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const Sta
          shape.state_dim, ": all must be positive and heads a multiple of groups");
   }
   schedule_ = policy.as_replay();
+  joins_heads_ = schedule_.anchor.joins_heads() || (schedule_.read && schedule_.read->joins_heads());
   const RingFormats& ring = schedule_.ring;
   const bool delta = is_delta_rule(shape.recurrence);
   ring_ = {ring.of(delta ? "v" : "x"),  ring.of(delta ? "k" : "B"),     ring.of("u"),
@@ -462,6 +511,8 @@ State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const Sta
   for (Head& head : heads_) {
     head.anchor.assign(state, Real(0));
     if (schedule_.read) head.read.assign(state, Real(0));
+    if (schedule_.anchor.residual) head.anchor_residual.assign(state, Real(0));
+    if (schedule_.read && schedule_.read->residual) head.read_residual.assign(state, Real(0));
     if (policy.order == Order::sequential) head.running.assign(state, Real(0));
     head.ring.v.resize(records * size(shape.head_dim));
     head.ring.u.resize(records * size(shape.head_dim));
@@ -488,15 +539,69 @@ auto State<Real>::with_engine(std::int64_t head, const HeadInputs<Real>& in, Use
 
 template <class Real>
 void State<Real>::advance_head(std::int64_t head, const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride) {
+  if (joins_heads_) fail("policy '", policy_.text(), "': its heads share a scale, so that one cannot advance alone");
   with_engine(head, inputs.heads[static_cast<std::size_t>(head)],
               [&](auto engine) { engine.run(inputs.tokens, y, y_stride); });
 }
 
 template <class Real>
-void State<Real>::advance(const LayerInputs<Real>& inputs, Real* y) {
-  for (std::int64_t h = 0; h < shape_.heads; ++h) {
-    advance_head(h, inputs, y + h * shape_.head_dim, shape_.heads * shape_.head_dim);
+void State<Real>::advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) {
+  if (!joins_heads_) {
+    parallel_for(shape_.heads, threads,
+                 [&](std::int64_t h) { advance_head(h, inputs, y + h * shape_.head_dim, y_stride); });
+    return;
   }
+  for (std::int64_t t = 0; t < inputs.tokens;) {
+    const std::int64_t to_flush = schedule_.length - held(), steps = std::min(to_flush, inputs.tokens - t);
+    parallel_for(shape_.heads, threads, [&](std::int64_t h) {
+      const HeadInputs<Real> in = inputs.heads[static_cast<std::size_t>(h)].from(t);
+      with_engine(h, in, [&](auto engine) { engine.run(steps, y + t * y_stride + h * shape_.head_dim, y_stride); });
+    });
+    if (steps == to_flush) store_together(threads);
+    t += steps;
+  }
+}
+
+/// What flushes of all heads, of which some share a scale, have left to store.
+template <class Real>
+void State<Real>::store_together(int threads) {
+  std::vector<Extremes<Real>> by_head(heads_.size());
+  const HeadInputs<Real> in;
+  // Engines count tokens from the next one on: the flush was that of token -1.
+  const auto for_heads = [&](auto&& body) {
+    parallel_for(shape_.heads, threads, [&](std::int64_t h) {
+      with_engine(h, in, [&](auto engine) { body(engine, by_head[static_cast<std::size_t>(h)]); });
+    });
+  };
+  const auto joined = [&] {
+    Extremes<Real> all;
+    for (const Extremes<Real>& one : by_head) all.join(one);
+    return all;
+  };
+  const auto store = [&](const Format& format, auto&& copy_of) {
+    if (format.exact()) return;
+    for_heads([&](auto& engine, Extremes<Real>& own) {
+      const auto copy = copy_of(engine);
+      engine.feed_back(copy);
+      if (format.scale == Scale::tensor) own = extremes(format, copy.s, copy.rows, shape_.state_dim);
+    });
+    const Extremes<Real> of_state = joined();
+    for_heads([&](auto& engine, Extremes<Real>& own) {
+      const auto copy = copy_of(engine);
+      engine.round(copy, -1, 0, &of_state);
+      if (copy.r && format.residual->scale == Scale::tensor) {
+        own = extremes(*format.residual, copy.r, copy.rows, shape_.state_dim);
+      }
+    });
+    const Extremes<Real> of_residual = joined();
+    for_heads([&](auto& engine, Extremes<Real>&) { engine.round_residual(copy_of(engine), -1, 0, &of_residual); });
+  };
+  store(schedule_.anchor, [&](auto& engine) { return engine.anchor(0, shape_.head_dim); });
+  if (schedule_.read) {
+    for_heads([](auto& engine, Extremes<Real>&) { engine.copy_anchor(); });
+    store(*schedule_.read, [](auto& engine) { return engine.read(); });
+  }
+  for_heads([](auto& engine, Extremes<Real>&) { engine.start_ring(); });
 }
 
 template <class Real>
@@ -518,6 +623,8 @@ void State<Real>::set(const Real* state) {
     std::copy_n(state, head.anchor.size(), head.anchor.begin());
     state += head.anchor.size();
     if (schedule_.read) head.read = head.anchor;
+    std::ranges::fill(head.anchor_residual, Real(0));
+    std::ranges::fill(head.read_residual, Real(0));
     if (policy_.order == Order::sequential) head.running = head.anchor;
     head.held = 0;
   }

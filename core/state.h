@@ -16,10 +16,11 @@ struct RangeEvents {
     bool operator==(const Event&) const = default;
     auto operator<=>(const Event&) const = default;
   };
-  std::int64_t overflows = 0;             ///< finite values beyond the format's range when they were stored
-  std::optional<Event> first_overflow;    ///< the first of them
+  std::int64_t overflows = 0;             ///< finite values that became Inf or NaN when they were stored
+  std::optional<Event> first_overflow;    ///< the first overflow
   std::optional<Event> first_non_finite;  ///< the first Inf or NaN in an output or a stored state
-  bool overflows_counted = true;          ///< false where the state was stored by what keeps no count of them
+  bool overflows_counted = true;          ///< false where the state was stored by what counts neither
+  std::int64_t saturations = 0;           ///< finite values beyond the range that became its largest value
 
   void merge(const RangeEvents&);
 };
@@ -35,12 +36,13 @@ class State {
   /// that are no multiple of groups.
   State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place = {});
 
-  /// Advances head `head` by inputs.tokens steps; y[t] [head_dim] at y + t * y_stride receives S c before D x.
-  /// Heads are independent of each other: different heads may be advanced from different threads.
-  void advance_head(std::int64_t head, const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride);
+  /// Advances all heads by inputs.tokens steps; y[t] [heads head_dim] at y + t * y_stride receives S c before D x.
+  void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads = 1);
+  void advance(const LayerInputs<Real>& inputs, Real* y) { advance(inputs, y, shape_.heads * shape_.head_dim); }
 
-  /// All heads, one after the other; y [tokens, heads head_dim].
-  void advance(const LayerInputs<Real>& inputs, Real* y);
+  /// Advances head `head` alone; y[t] [head_dim] at y + t * y_stride. Heads are independent of each other: different
+  /// heads may be advanced from different threads. Throws Error where they share a scale (Format::joins_heads).
+  void advance_head(std::int64_t head, const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride);
 
   const RecurrenceShape& shape() const { return shape_; }
   /// Records in the ring.
@@ -50,8 +52,8 @@ class State {
   /// The stored checkpoint or anchor, and the copy that outputs read (the same where shared): [head_dim, state_dim].
   const std::vector<Real>& checkpoint(std::int64_t head) const { return heads_[static_cast<std::size_t>(head)].anchor; }
   const std::vector<Real>& read_copy(std::int64_t head) const;
-  /// Starts from a state [heads, head_dim, state_dim] that is stored as it is, without rounding; empties the ring. The
-  /// count of tokens goes on.
+  /// Starts from a state [heads, head_dim, state_dim] that is stored as it is, without rounding; empties the ring and
+  /// the residuals. The count of tokens goes on.
   void set(const Real* state);
   /// What a flush after the last record would rebuild, unrounded: [head_dim, state_dim].
   std::vector<Real> effective(std::int64_t head);
@@ -62,7 +64,8 @@ class State {
     Vector v, w, u, log_decay, gain;
   };
   struct Head {
-    Vector anchor, read, running;  // running: read copy with the ring applied (sequential order only)
+    Vector anchor, read, running;           // running: read copy with the ring applied (sequential order only)
+    Vector anchor_residual, read_residual;  // with error feedback only
     Ring ring;
     std::int64_t held = 0, steps = 0;
     RangeEvents events;
@@ -71,11 +74,13 @@ class State {
   class Engine;
   template <class Use>
   auto with_engine(std::int64_t head, const HeadInputs<Real>& in, Use&& use);
+  void store_together(int threads);
 
   RecurrenceShape shape_;
   Policy policy_;
   StatePlace place_;
-  Replay schedule_;  // an eager state is a replay of length 1
+  Replay schedule_;   // an eager state is a replay of length 1
+  bool joins_heads_;  // what is stored takes all heads
   struct {
     Format v, w, u, log_decay, gain;
     bool exact;

@@ -278,6 +278,7 @@ Command add_bench(CLI::App& app) {
   list("--read", o.given.read, "Read formats of split states with an fp32 anchor", formats);
   app.add_option("-p,--policy", o.policies, "Policy in place of these, ring=F included; may be given again")
       ->allow_extra_args(false);
+  add_format_files(app);
   app.add_option("--activations", o.activations, "Type of the inputs and of y")->check(scalars)->capture_default_str();
   app.add_option("--ring", o.ring, "Type of recorded activations")->check(scalars)->capture_default_str();
   app.add_option("--ring-u", o.u, "Type of the cached u of the delta rule")->check(scalars)->capture_default_str();

@@ -39,6 +39,9 @@ struct Machine {
 /// Opens a model and prints its notices on standard error.
 std::unique_ptr<Model> open_model(const std::string& folder);
 
+/// The option --formats, which defines the formats of a file before policies are read.
+void add_format_files(CLI::App& app);
+
 /// A bar on standard error where that is a terminal, else nothing.
 Progress progress_bar();
 

@@ -64,9 +64,7 @@ int run(const Options& options) {
               << layers_table(study);
   }
   session.finish(
-      [&](const std::string& path) {
-        write_layers(path, *input.model, input.facts, input.tokens, study, trace.get());
-      },
+      [&](const std::string& path) { write_layers(path, *input.model, input.facts, input.tokens, study, trace.get()); },
       [&] { return layers_json(*input.model, input.facts, study); });
   return 0;
 }

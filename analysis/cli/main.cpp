@@ -9,6 +9,7 @@
 
 #include "analysis/cli/cli.h"
 #include "core/error.h"
+#include "core/format_file.h"
 #include "core/version.h"
 
 namespace replayssm::cli {
@@ -17,6 +18,16 @@ std::unique_ptr<Model> open_model(const std::string& folder) {
   auto model = Model::open(folder);
   for (const std::string& notice : model->notices()) std::cerr << "replayssm: note: " << notice << "\n";
   return model;
+}
+
+void add_format_files(CLI::App& app) {
+  app.add_option_function<std::vector<std::string>>(
+         "--formats",
+         [](const std::vector<std::string>& files) {
+           for (const std::string& file : files) read_formats(file);
+         },
+         "TOML file of formats of one's own, which policies may name; may be given again")
+      ->allow_extra_args(false);
 }
 
 Progress progress_bar() {

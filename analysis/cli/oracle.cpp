@@ -248,6 +248,7 @@ Command add_oracle(CLI::App& app) {
                  "With --device cuda: what the kernels run, in place of eager, replayed and split states in fp32; may "
                  "be given again")
       ->allow_extra_args(false);
+  add_format_files(app);
   return [options] { return run(*options); };
 }
 

@@ -55,6 +55,7 @@ void StudyArguments::add_to(CLI::App& app) {
   app.add_option("-p,--policy", policy_texts,
                  "Policy such as 'replay(L=16, anchor=fp32, read=int8:row)'; may be given again")
       ->allow_extra_args(false);
+  add_format_files(app);
   app.add_option("--seed", seed, "Of stochastic rounding (formats with sr); 0 where not given");
   app.add_option("--json", json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");

@@ -7,6 +7,7 @@
 
 #include "analysis/cli/interrupt.h"
 #include "core/error.h"
+#include "core/own_format.h"
 #include "core/replace_file.h"
 #include "core/sha256.h"
 #include "core/trace.h"
@@ -39,6 +40,7 @@ StudySession::StudySession(const StudyArguments& arguments, StudyInput& input, c
   for (std::size_t i = 0; i < input.policies.size(); ++i) {
     identity.emplace_back("policy " + std::to_string(i), input.policies[i].text());
   }
+  for (const auto& [name, definition] : defined_formats()) identity.emplace_back("format " + name, definition);
   identity.insert(identity.end(), settings.begin(), settings.end());
   folder_.emplace(output, identity, arguments.resume);
   if (arguments.resume && !folder_->has_state()) {

@@ -19,7 +19,8 @@ class StudySession {
 
   /// The options that every study has: threads, progress, interruption, checkpoint.
   StudyOptions study_options();
-  /// Calls `study`; if it is interrupted, says what is left of it and how to go on. Sets the seconds of the run's facts.
+  /// Calls `study`; if it is interrupted, says what is left of it and how to go on. Sets the seconds of the run's
+  /// facts.
   void run(const std::function<void()>& study);
   /// Calls write(path) where there is an --output, which is replaced by what that has written, and puts the text into
   /// --json. Then nothing is left to resume.

@@ -65,7 +65,7 @@ Cost cost_of(const std::vector<LayerInfo>& layers, const Policy& policy, const O
     ++count;
   }
   for (double* sum : {&out.step.state_read, &out.step.state_write, &out.step.scales, &out.step.ring_read,
-                      &out.step.ring_append, &out.activations}) {
+                      &out.step.ring_append, &out.step.residuals, &out.activations}) {
     *sum /= count;
   }
   for (const std::int64_t batch : options.batches) {
@@ -88,12 +88,14 @@ void print(const std::vector<Cost>& costs, const Options& options) {
   for (const Cost& c : costs) width = std::max(width, c.policy.text().size());
   const int w = static_cast<int>(width);
   std::printf("KiB; stored: of one sequence, all layers; the others: moved for one token and layer\n");
-  std::printf("%-*s    stored  state read     write  scales  ring read  append  in, out     total\n", w, "policy");
+  std::printf("%-*s    stored  state read     write  scales  residuals  ring read  append  in, out     total\n", w,
+              "policy");
   for (const Cost& c : costs) {
     const auto kib = [](double bytes) { return bytes / 1024; };
-    std::printf("%-*s %9.1f %11.1f %9.1f %7.2f %10.2f %7.2f %8.2f %9.1f\n", w, c.policy.text().c_str(), kib(c.stored),
-                kib(c.step.state_read), kib(c.step.state_write), kib(c.step.scales), kib(c.step.ring_read),
-                kib(c.step.ring_append), kib(c.activations), kib(c.step.total() + c.activations));
+    std::printf("%-*s %9.1f %11.1f %9.1f %7.2f %10.2f %10.2f %7.2f %8.2f %9.1f\n", w, c.policy.text().c_str(),
+                kib(c.stored), kib(c.step.state_read), kib(c.step.state_write), kib(c.step.scales),
+                kib(c.step.residuals), kib(c.step.ring_read), kib(c.step.ring_append), kib(c.activations),
+                kib(c.step.total() + c.activations));
   }
   for (std::size_t i = 0; i < options.batches.size(); ++i) {
     std::printf("\nbatch %lld; x: eager over this, in the format of the state or anchor, and in fp32\n",
@@ -128,6 +130,7 @@ Json report(const std::vector<Cost>& costs, const Options& options, std::int64_t
                         {{"state_read", c.step.state_read},
                          {"state_write", c.step.state_write},
                          {"scales", c.step.scales},
+                         {"residuals", c.step.residuals},
                          {"ring_read", c.step.ring_read},
                          {"ring_append", c.step.ring_append},
                          {"activations", c.activations},
@@ -202,6 +205,7 @@ Command add_traffic(CLI::App& app) {
   app.add_option("--shape", o.shapes, std::string(shape_help) + "; may be given again")->allow_extra_args(false);
   app.add_option("-p,--policy", o.policies, "Policy such as 'replay(L=16, state=int8:row)'; may be given again")
       ->allow_extra_args(false);
+  add_format_files(app);
   app.add_option("--batch", o.batches, "Sequences of a step, such as 1,32,256")
       ->delimiter(',')
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))

@@ -17,6 +17,19 @@ using Vec = std::vector<double>;
 
 constexpr double u = std::numeric_limits<double>::epsilon() / 2;
 
+TEST(AddRoundingErrors, OfZeroPointsIsHalfAStepAndOfATensorNotKnown) {
+  const double row[] = {-55, 200, 3.25};  // 255 steps of 1
+  double errors[3] = {}, cut[3] = {}, tensor[3] = {};
+  add_rounding_errors(parse_format("int8:row:asym"), row, 1, 3, errors);
+  add_rounding_errors(parse_format("int8:row:asym:rz"), row, 1, 3, cut);
+  add_rounding_errors(parse_format("int8:tensor"), row, 1, 3, tensor);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(errors[i], 0.25);
+    EXPECT_EQ(cut[i], 1);
+    EXPECT_TRUE(std::isnan(tensor[i]));
+  }
+}
+
 TEST(RoundingErrors, AreHalfASpacingSquared) {
   const double rows[] = {1.0, 1.75, -4.0, 0.0, 1.0, 0.5, 0x1p-130, 255.0};
   Vec out(4, 1.0);  // what is there stays
@@ -42,7 +55,7 @@ TEST(RoundingErrors, OfBlocksAreThoseUnderTheirScalesOrWhatSaturates) {
   EXPECT_EQ(out[2], 0x1p-8);
   EXPECT_EQ(out[3], 0x1p-20);
   EXPECT_EQ(out[32], 8.0 * 8);  // the step at 448, which is 32, by half the scale
-  EXPECT_EQ(out[33], 0x1p-10);          // 1 in its scale
+  EXPECT_EQ(out[33], 0x1p-10);  // 1 in its scale
   // Rounding up scales the first block by 2: a step of 32 at 250.
   out.assign(34, 0.0);
   add_rounding_errors(parse_format("mxfp8_e4m3:ceil"), row.data(), 1, 34, out.data());

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 #include <limits>
 
+#include "core/format_file.h"
 #include "cuda/decode.h"
 #include "tests/support/process.h"
 
@@ -241,6 +243,58 @@ TEST_F(CommandTest, Formats) {
     EXPECT_NE(mx.find(fact), string::npos) << fact << "\n" << mx;
   }
   for (const string fact : {"448 x 6", "group of 16", "e4m3", "head"}) EXPECT_NE(nv.find(fact), string::npos) << nv;
+  const string affine = run({"formats", "int8:tensor:asym:ef=int4"}).out;
+  for (const string fact : {"all heads", "/ 255)", "z = -128", "residual", "kept as int4:tensor"}) {
+    EXPECT_NE(affine.find(fact == "residual" ? "error feedback" : fact), string::npos) << fact << affine;
+  }
+}
+
+// Every kind of format says how it was proved.
+TEST_F(CommandTest, FormatsTellTheirProof) {
+  for (const auto& [format, proof] : {std::pair{"e4m3", "all 4294967296 floats rounded nearest"},
+                                      {"fp16:rz", "4294967296 floats rounded toward zero"},
+                                      {"mxint8", "4294967296 floats"},
+                                      {"bf16:sr", "4 standard errors"},
+                                      {"fp32", "the identity"},
+                                      {"custom(e=3,m=4)", "formula of their fields"},
+                                      {"int8:row:hadamard", "rotation against the matrix"},
+                                      {"int8:row:ef=int4", "store by store"},
+                                      {"mxfp4:ceil", "literal reading of their standards"}}) {
+    const string text = run({"formats", format}).out;
+    EXPECT_NE(text.find("proof: "), string::npos) << text;
+    EXPECT_NE(text.find(proof), string::npos) << text;
+    EXPECT_EQ(text.find(" 1 wrong"), string::npos) << text;
+  }
+}
+
+// In every command that takes policies.
+TEST_F(CommandTest, FormatsOfAFile) {
+  const string file = path("my.toml");
+  std::ofstream(file) << "[my4]\nelement = {e = 0, m = 3}\nscale = \"group8\"\n";
+  if (!reads_format_files()) {
+    expect_refused({"formats", "my4", "--formats", file}, {file, "toml++"});
+    return;
+  }
+  EXPECT_NE(run({"formats", "my4", "--formats", file}).out.find("defined as custom(e=0,m=3):group8"), string::npos);
+  EXPECT_NE(run({"formats", "--formats", file}).out.find("my4 = custom(e=0,m=3):group8"), string::npos);
+  const string shape = "mamba2:heads=2,head_dim=4,state_dim=8,groups=1";
+  const string traffic = run({"traffic", "--shape", shape, "-p", "eager(state=my4)", "--formats", file}).out;
+  EXPECT_NE(traffic.find("eager(state=my4)"), string::npos) << traffic;
+  const string tokens = path("ids.txt");
+  std::ofstream(tokens) << "1 2 3 4 5 6 7 8";
+  const std::vector<string> study = {mamba2_,     "--tokens", tokens,   "-p", "replay(L=2, state=my4:ef=my4)",
+                                     "--formats", file,       "--json", "-"};
+  for (const char* command : {"kl", "layers"}) {
+    Words words = {command};
+    words.insert(words.end(), study.begin(), study.end());
+    const Json json = Json::parse(run(words).out);
+    EXPECT_EQ(json["results"][0]["policy"], "replay(L=2, state=my4:ef=my4)");
+    EXPECT_EQ(json["formats"]["my4"], "custom(e=0,m=3):group8");
+  }
+  expect_refused({"formats", "my4"}, {"unknown name 'my4'"});
+  expect_refused({"traffic", "--shape", shape, "--formats", "none.toml"}, {"none.toml"});
+  std::ofstream(file) << "[my4]\nelement = \"e4m3\"\nscales = \"row\"\n";
+  expect_refused({"formats", "--formats", file}, {file, "line 3", "'scales'"});
 }
 
 }  // namespace

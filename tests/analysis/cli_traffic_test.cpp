@@ -24,8 +24,8 @@ TEST_F(TrafficCommand, CountsByHand) {
   const Json& result = all["results"][0];
   EXPECT_EQ(result["policy"], "replay(L=4, state=bf16)");
   EXPECT_EQ(result["bytes_stored_per_sequence"], 3 * (128 + 3 * 40));
-  const Json expected = {{"state_read", 128}, {"state_write", 32}, {"scales", 0},        {"ring_read", 60},
-                         {"ring_append", 30}, {"activations", 68}, {"total", 250 + 68.0}};
+  const Json expected = {{"state_read", 128}, {"state_write", 32}, {"scales", 0},       {"residuals", 0},
+                         {"ring_read", 60},   {"ring_append", 30}, {"activations", 68}, {"total", 250 + 68.0}};
   EXPECT_EQ(result["bytes_per_token_and_layer"], expected);
   ASSERT_EQ(result["batches"].size(), 2U);
   const Json& batch = result["batches"][1];

@@ -197,5 +197,36 @@ TEST(LayerTraffic, CountsTheScaleOfAHead) {
   EXPECT_EQ(ring.output(0).ring_append, 2 * (2 + 1 + 4) + (20 + 3 + 4) + 2 * 4);
 }
 
+// Two heads of 3 rows of 40 elements: one scale for all of them, of 4 bytes; or one with a zero point of a byte, or of
+// two bytes, for each row.
+TEST(LayerTraffic, CountsTheScaleOfATensorOnceAndZeroPoints) {
+  const RecurrenceShape shape{Recurrence::mamba2, 2, 1, 3, 40};
+  EXPECT_EQ(LayerTraffic(shape, parse_policy("eager(state=int8:tensor)")).stored(), 2 * 3 * 40 + 4);
+  EXPECT_EQ(LayerTraffic(shape, parse_policy("eager(state=int8:tensor)")).flush().scales, 2 * 4);
+  EXPECT_EQ(LayerTraffic(shape, parse_policy("eager(state=int4:row:asym)")).stored(), 2 * 3 * (20 + 4 + 1));
+  EXPECT_EQ(LayerTraffic(shape, parse_policy("eager(state=int16:row:asym)")).stored(), 2 * 3 * (80 + 4 + 2));
+}
+
+// A residual is read and written by a flush, and by nothing else.
+TEST(LayerTraffic, CountsResidualsWhereTheyMove) {
+  const RecurrenceShape shape{Recurrence::mamba2, 2, 1, 3, 40};
+  const double state = 2 * 3 * (40 + 4), int4 = 2 * 3 * (20 + 4), bf16 = 2 * 3 * 80;
+  const LayerTraffic eager(shape, parse_policy("eager(state=int8:row:ef=int4)"));
+  EXPECT_EQ(eager.stored(), state + int4);
+  EXPECT_EQ(eager.mean().residuals, 2 * int4);
+  EXPECT_EQ(eager.mean().total(), 2 * state + 2 * int4);
+  const LayerTraffic shared(shape, parse_policy("replay(L=4, state=int8:row:ef=int4)"));
+  EXPECT_EQ(shared.output(1).residuals, 0);
+  EXPECT_EQ(shared.mean().residuals, 2 * int4 / 4);
+  const LayerTraffic split(shape, parse_policy("replay(L=4, anchor=bf16:ef=bf16, read=int8:row:ef=int4)"));
+  const double record = 2 * (2 * 3 + 4) + 2 * 40;
+  EXPECT_EQ(split.stored(), 2 * bf16 + state + int4 + 3 * record);
+  EXPECT_EQ(split.output(1).residuals, 0);
+  EXPECT_EQ(split.flush().residuals, 2 * bf16 + 2 * int4);
+  const std::vector<LayerInfo> layers = {{"mamba2", shape}};
+  EXPECT_EQ(state_cost(layers, parse_policy("eager(state=int8:row:ef=int4)"), 9).bytes_moved_per_token,
+            2 * state + 2 * int4);
+}
+
 }  // namespace
 }  // namespace replayssm

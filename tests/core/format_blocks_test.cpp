@@ -94,7 +94,7 @@ struct Stored {
     decode_rows(format, codes.data(), scales.data(), rows, Width(data, rows), read.data());
     // Rounding in place is storing and reading back, bit for bit.
     std::vector<Real> rounded = data;
-    overflows = round_rows(format, rounded.data(), rows, Width(data, rows));
+    loss = round_rows(format, rounded.data(), rows, Width(data, rows));
     for (std::size_t i = 0; i < data.size(); ++i) {
       EXPECT_EQ(Bits(rounded[i]), Bits(read[i])) << format.text() << " element " << i << ": " << data[i];
     }
@@ -103,7 +103,7 @@ struct Stored {
     return static_cast<std::int64_t>(data.size()) / rows;
   }
   std::uint32_t scale(std::size_t i) const { return std::to_integer<std::uint32_t>(scales[i]); }
-  std::int64_t overflows = 0;
+  RangeLoss loss;
 };
 
 template <class Real>
@@ -188,7 +188,7 @@ TYPED_TEST(Blocks, OfMxfp8UnderBothRules) {
     const char* format;
     std::uint32_t scale;
     double value;
-    std::int64_t overflows;
+    std::int64_t saturations;
   };
   for (const Case& c : {Case{957, "mxfp8_e4m3", 128, 896, 1}, Case{500, "mxfp8_e4m3", 127, 448, 1},
                         Case{150, "mxfp8_e4m3", 126, 144, 0}, Case{957, "mxfp8_e4m3:ceil", 129, 960, 0},
@@ -202,7 +202,7 @@ TYPED_TEST(Blocks, OfMxfp8UnderBothRules) {
     const Stored<Real> stored(parse_format(c.format), row, 1);
     EXPECT_EQ(stored.scale(0), c.scale) << c.format << " " << c.amax;
     EXPECT_EQ(static_cast<double>(stored.read[7]), c.value) << c.format << " " << c.amax;
-    EXPECT_EQ(stored.overflows, c.overflows) << c.format << " " << c.amax;
+    EXPECT_EQ(stored.loss, (RangeLoss{0, c.saturations})) << c.format << " " << c.amax;
   }
   // Scale bytes 0 and 255 with the element 1.0.
   const std::byte one{0x38}, least{0}, nan{255};
@@ -222,7 +222,7 @@ TYPED_TEST(Blocks, ThatAreNotFiniteZeroOrSubnormal) {
       row[40] = static_cast<Real>(bad);
       const Stored<Real> stored(format, row, 1);
       EXPECT_EQ(stored.scale(1), 255U) << text;
-      EXPECT_EQ(stored.overflows, 31) << text;
+      EXPECT_EQ(stored.loss, (RangeLoss{31, 0})) << text;
       for (std::size_t i = 0; i < 96; ++i) EXPECT_EQ(std::isnan(stored.read[i]), i / 32 == 1) << text << " " << i;
     }
     const Stored<Real> zero(format, std::vector<Real>(32, 0), 1);
@@ -310,7 +310,7 @@ TYPED_TEST(Blocks, OfNvfp4AreThoseOfItsDefinition) {
     std::vector<Real> head(96, 1);
     head[50] = static_cast<Real>(bad);
     const Stored<Real> stored(format, head, 3);
-    EXPECT_EQ(stored.overflows, 95);  // the scale of the head is theirs too
+    EXPECT_EQ(stored.loss, (RangeLoss{95, 0}));  // the scale of the head is theirs too
     for (const Real x : stored.read) EXPECT_TRUE(std::isnan(x));
   }
 }
@@ -360,7 +360,7 @@ TYPED_TEST(Blocks, UnderACapUseWhatLiesBelowIt) {
   EXPECT_EQ(scale, 0.25F);
   EXPECT_EQ(stored.read[0], 60);
   EXPECT_EQ(stored.read[3], static_cast<Real>(0x5p-9));  // 0.04 is 10.24 steps of 2^-8
-  EXPECT_EQ(stored.overflows, 0);
+  EXPECT_EQ(stored.loss, RangeLoss());
 }
 
 TEST(Packing, OfSixBitCodesIsFourToThreeBytes) {
@@ -380,7 +380,7 @@ TEST(Elements, WithoutNanCountOneAsLost) {
     const Stored<double> stored(parse_format(text), row, 1);
     EXPECT_EQ(stored.read[1], 0) << text;
     EXPECT_EQ(stored.read[2], DefinitionOf(ElementNamed(text)).max) << text;
-    EXPECT_EQ(stored.overflows, 2) << text;
+    EXPECT_EQ(stored.loss, (RangeLoss{1, 1})) << text;
   }
 }
 

@@ -90,10 +90,11 @@ void CheckTowardZero(const Element& element, const Definition& d, Real x) {
   Format format{element};
   format.rounding = Rounding::toward_zero;
   Real rounded = x;
-  const std::int64_t overflowed = round_rows(format, &rounded, 1, 1);
+  const RangeLoss loss = round_rows(format, &rounded, 1, 1);
   const Neighbours n(d, static_cast<double>(x));
   ASSERT_EQ(Bits(rounded), Bits(Signed(d, n.lower, x))) << d.name << " " << x;
-  ASSERT_EQ(overflowed, n.code == d.max_code && static_cast<double>(std::abs(x)) >= n.upper) << d.name << " " << x;
+  const bool beyond = n.code == d.max_code && static_cast<double>(std::abs(x)) >= n.upper;
+  ASSERT_EQ(loss, (RangeLoss{0, beyond})) << d.name << " " << x;
 }
 
 TEST_P(EveryMode, TowardZeroIsTheNumberBelow) {
@@ -156,7 +157,8 @@ TEST_P(EveryMode, StochasticLeavesValuesAndCarriesIntoTheNextBinade) {
       EXPECT_EQ(Rounder<double>::value(up), power);
     }
     std::vector<double> special = {kInf, -kInf, kNan, -0.0, 0.0, d.max};
-    EXPECT_EQ(round_rows(format, special.data(), 1, 6), d.above == Definition::nothing);  // a NaN that has no code
+    // A NaN that has no code.
+    EXPECT_EQ(round_rows(format, special.data(), 1, 6), (RangeLoss{d.above == Definition::nothing, 0}));
     EXPECT_EQ(special[0], d.saturates() ? d.max : kInf);
     EXPECT_EQ(special[1], d.saturates() ? -d.max : -kInf);
     EXPECT_EQ(std::isnan(special[2]), d.above != Definition::nothing);
@@ -214,7 +216,9 @@ TEST(Stochastic, CountsWhatIsDrawnBeyondTheRange) {
     const bool saturates = text[0] == 'e';
     const double max = saturates ? 448 : 65504, step = saturates ? 32 : 32;
     std::vector<double> row(1000, max + step / 4);
-    const std::int64_t overflowed = round_rows(parse_format(text), row.data(), 1, 1000);
+    const RangeLoss loss = round_rows(parse_format(text), row.data(), 1, 1000);
+    const std::int64_t overflowed = saturates ? loss.saturations : loss.overflows;
+    EXPECT_EQ(saturates ? loss.overflows : loss.saturations, 0);
     EXPECT_NEAR(static_cast<double>(overflowed), 250, 4 * std::sqrt(1000 * 0.25 * 0.75)) << text;
     EXPECT_EQ(std::count(row.begin(), row.end(), kInf), saturates ? 0 : overflowed) << text;
     EXPECT_EQ(std::count(row.begin(), row.end(), max), saturates ? 1000 : 1000 - overflowed) << text;

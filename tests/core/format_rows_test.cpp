@@ -39,16 +39,23 @@ Stored<Real> Store(const Format& format, const std::vector<Real>& data, std::int
   return stored;
 }
 
-/// Rounds in place, checks that storing and reading gives the same bits, and returns the count of overflows.
+/// Rounds in place, checks that storing and reading gives the same bits, and returns how many elements were lost, by
+/// overflow to what is not finite or, where all that is left is, by saturation.
 template <class Real>
 std::int64_t Round(const Format& format, std::vector<Real>& data, std::int64_t rows = 1) {
   const Stored<Real> stored = Store(format, data, rows);
   const auto n = static_cast<std::int64_t>(data.size()) / rows;
-  const std::int64_t overflowed = round_rows(format, data.data(), rows, n);
+  const std::vector<Real> before = data;
+  const RangeLoss loss = round_rows(format, data.data(), rows, n);
+  std::int64_t overflows = 0;  // finite to infinite, or NaN to a number
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    overflows += std::isfinite(before[i]) ? !std::isfinite(data[i]) : std::isnan(before[i]) && !std::isnan(data[i]);
+  }
+  EXPECT_EQ(loss.overflows, overflows) << format.text();
   for (std::size_t i = 0; i < data.size(); ++i) {
     EXPECT_EQ(Bits(data[i]), Bits(stored.read[i])) << format.text() << " element " << i << ": " << data[i];
   }
-  return overflowed;
+  return loss.overflows + loss.saturations;
 }
 
 template <class Real>
@@ -162,7 +169,7 @@ TYPED_TEST(Rows, OfExactStayAsTheyAre) {
   using Real = TypeParam;
   std::vector<Real> row = {static_cast<Real>(0.1), static_cast<Real>(kNan), static_cast<Real>(-kInf)};
   const std::vector<Real> before = row;
-  EXPECT_EQ(round_rows(Format(), row.data(), 1, 3), 0);
+  EXPECT_EQ(round_rows(Format(), row.data(), 1, 3), RangeLoss());
   for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(Bits(row[i]), Bits(before[i]));
   std::byte code;
   EXPECT_THROW(encode_rows(Format(), row.data(), 1, 1, &code, nullptr), Error);

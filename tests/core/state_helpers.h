@@ -105,7 +105,8 @@ std::vector<Real> Shown(State<Real>& state, bool with_read_copy = true) {
 }
 
 inline bool operator==(const RangeEvents& a, const RangeEvents& b) {
-  return a.overflows == b.overflows && a.first_overflow == b.first_overflow && a.first_non_finite == b.first_non_finite;
+  return a.overflows == b.overflows && a.first_overflow == b.first_overflow &&
+         a.first_non_finite == b.first_non_finite && a.saturations == b.saturations;
 }
 
 /// Policies of every kind: eager, shared, split; both orders; both loops; exact and rounded rings and states.
@@ -120,7 +121,11 @@ inline std::vector<std::string> PoliciesOfEveryKind() {
                                   "replay(L=4, anchor=fp32, read=nvfp4, ring.u=mxint8, loop=open)",
                                   "eager(state=bf16:sr)",
                                   "replay(L=3, anchor=bf16:sr=8, read=e4m3:row:rz, ring=fp16:sr)",
-                                  "replay(L=6, state=int8:row:hadamard)"};
+                                  "replay(L=6, state=int8:row:hadamard)",
+                                  "eager(state=int4:row:ef=int4)",
+                                  "eager(state=int8:tensor:asym)",
+                                  "replay(L=3, state=e4m3:tensor:hadamard:ef=(bf16:sr))",
+                                  "replay(L=4, anchor=bf16:ef=e4m3, read=int4:tensor:ef=int4, order=sequential)"};
   for (const char* states :
        {"state=exact", "state=e4m3:row", "anchor=exact, read=bf16", "anchor=fp32, read=int4:row"}) {
     for (const char* ring : {"", ", ring=bf16", ", ring.u=bf16"}) {

@@ -97,6 +97,7 @@ TYPED_TEST(StateBits, DoNotDependOnHowTokensAreCut) {
       }
       check(state, pieces);
     }
+    if (text.find("tensor") != std::string::npos) continue;  // whose heads advance together
     // Token by token, the heads in an order that changes with the token.
     State<Real> state(shape, parse_policy(text));
     std::vector<Real> pieces(y.size());

@@ -1,0 +1,23 @@
+# REPLAYSSM_HAVE_TOML and TOMLPLUSPLUS_INCLUDE_DIR: whether files of formats can be read. Without it the program refuses
+# --formats and does all else.
+set(REPLAYSSM_TOML AUTO CACHE STRING "toml++, for files of formats: AUTO (where it is found), ON or OFF")
+set_property(CACHE REPLAYSSM_TOML PROPERTY STRINGS AUTO ON OFF)
+if(NOT REPLAYSSM_TOML MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "REPLAYSSM_TOML: expected AUTO, ON or OFF, found '${REPLAYSSM_TOML}'")
+endif()
+
+set(REPLAYSSM_HAVE_TOML OFF)
+if(REPLAYSSM_TOML)
+  find_path(TOMLPLUSPLUS_INCLUDE_DIR toml++/toml.h)
+  mark_as_advanced(TOMLPLUSPLUS_INCLUDE_DIR)
+  if(TOMLPLUSPLUS_INCLUDE_DIR)
+    set(REPLAYSSM_HAVE_TOML ON)
+  elseif(REPLAYSSM_TOML STREQUAL "ON")
+    message(FATAL_ERROR "REPLAYSSM_TOML=ON: toml++/toml.h is not found (package libtomlplusplus-dev)")
+  endif()
+endif()
+if(REPLAYSSM_HAVE_TOML)
+  message(STATUS "Files of formats: toml++ in ${TOMLPLUSPLUS_INCLUDE_DIR}")
+else()
+  message(STATUS "Files of formats: none, without toml++")
+endif()
