@@ -52,11 +52,11 @@ struct Divisor {
 /// tiles of a group (KDA: of a head) through two rings of buffers: `stages` of them hold a tile's states, its records'
 /// x or u or v, and its x or v; `briefs` of them what the heads of a run share, worked out before the states come.
 ///
-/// What Prepare leaves in a brief, in floats. gates [heads, gate_stride]: e^G (KDA: 1, its
-/// decays are in the vectors); dt or beta; D (0 in the delta rule); the logarithm of the token's own decay (KDA: 0);
-/// e^{g_{j+1} + ... + g_h} of record j (times dt_j in Mamba-2; KDA: 1); and, for each vector that outputs multiply the
-/// state with, that times w_j . vector (KDA: with the decays inside the product). Each list has `slots` places, of
-/// which number `held` is the token at hand. vectors [vectors, state_dim]: see prepare.cuh.
+/// What Prepare leaves in a brief, in floats. gates [heads, gate_stride]: e^G (KDA: 1, its decays are in the vectors);
+/// dt or beta; D (0 in the delta rule); unused; e^{g_{j+1} + ... + g_h} of record j (times dt_j in Mamba-2; KDA: 1);
+/// and, for each vector that outputs multiply the state with, that times w_j . vector (KDA: with the decays inside the
+/// product). Each list has `slots` places, of which number `held` is the token at hand. vectors [vectors, state_dim]:
+/// see prepare.cuh; or the parts of those that outputs multiply the state with.
 struct Geometry {
   int tile = 0;          ///< state rows (head, p) of a tile: part of a head, or several heads of a group
   int tiles = 0;         ///< of a sequence
