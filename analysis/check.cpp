@@ -82,79 +82,87 @@ void disturb(int run, std::int64_t sequence, std::span<double> values) {
   }
 }
 
-/// The squared error of conversions, and what went out of range.
-struct Loss {
-  SquaredError error;
-  std::int64_t overflows = 0;
-};
-
+/// What becomes of states in one format: of two tokens, since stochastic rounding draws anew for each.
 class Converter {
  public:
   Converter(const Format& format, std::uint64_t seed) : format_(format), seed_(seed) {}
 
-  void convert(const TrialState& state, Sha256& values, Sha256& codes, Loss* loss) const {
+  void convert(const TrialState& state) {
     for (std::uint32_t token = 0; token < 2; ++token) {
-      const Draw draw{
-          {seed_, 0, static_cast<std::uint32_t>(state.layer)}, token, static_cast<std::uint32_t>(state.head)};
-      convert_in<double>(state, draw, values, codes, loss);
-      convert_in<float>(state, draw, values, codes, nullptr);
+      const Draw draw{.place = {seed_, 0, static_cast<std::uint32_t>(state.layer)},
+                      .token = token,
+                      .head = static_cast<std::uint32_t>(state.head)};
+      if (!format_.own) encode<double>(state, draw, codes_);
+      const std::vector<double> rounded = round<double>(state, draw, values_);
+      for (std::size_t i = 0; i < rounded.size(); ++i) {
+        const double x = state.values[i], difference = rounded[i] - x;
+        error_ += {difference * difference, x * x};
+      }
+      if (!format_.own) encode<float>(state, draw, in_float_);
+      round<float>(state, draw, in_float_);
     }
   }
+
+  void add_fingerprints(const std::string& name, std::vector<Fingerprint>& out) const {
+    out.push_back({name, values_.hex()});
+    if (!format_.own) out.push_back({name + ", codes", codes_.hex()});
+    out.push_back({name + " in float", in_float_.hex()});
+  }
+  double error() const { return error_.relative(); }
+  std::int64_t overflows() const { return overflows_; }
 
  private:
   template <class Real>
-  void convert_in(const TrialState& state, const Draw& draw, Sha256& values, Sha256& codes, Loss* loss) const {
-    std::vector<Real> rounded;
-    for (const double x : state.values) rounded.push_back(static_cast<Real>(x));
-    if (has_codes()) {
-      std::vector<std::byte> bytes(static_cast<std::size_t>(state.rows * format_.code_bytes(state.n)));
-      std::vector<std::byte> scales(static_cast<std::size_t>(format_.scale_bytes(state.rows, state.n)));
-      encode_rows(format_, rounded.data(), state.rows, state.n, bytes.data(), scales.data(), draw);
-      codes.update(bytes);
-      codes.update(scales);
-    }
-    const std::int64_t overflows = round_rows(format_, rounded.data(), state.rows, state.n, draw);
-    // The sign and payload of a NaN that an operation makes are the processor's.
-    for (Real& x : rounded) x = std::isnan(x) ? std::numeric_limits<Real>::quiet_NaN() : x;
-    values.update(std::as_bytes(std::span(rounded)));
-    if (!loss) return;
-    loss->overflows += overflows;
-    for (std::size_t i = 0; i < rounded.size(); ++i) {
-      const double x = state.values[i], difference = static_cast<double>(rounded[i]) - x;
-      loss->error += {difference * difference, x * x};
-    }
+  static std::vector<Real> in(const TrialState& state) {
+    std::vector<Real> values;
+    for (const double x : state.values) values.push_back(static_cast<Real>(x));
+    return values;
   }
 
-  bool has_codes() const { return true; }
+  template <class Real>
+  std::vector<Real> round(const TrialState& state, const Draw& draw, Sha256& digest) {
+    std::vector<Real> values = in<Real>(state);
+    overflows_ += round_rows(format_, values.data(), state.rows, state.n, draw);
+    // The sign and payload of a NaN that an operation makes are the processor's.
+    for (Real& x : values) x = std::isnan(x) ? std::numeric_limits<Real>::quiet_NaN() : x;
+    digest.update(std::as_bytes(std::span(values)));
+    return values;
+  }
+
+  template <class Real>
+  void encode(const TrialState& state, const Draw& draw, Sha256& digest) const {
+    std::vector<std::byte> codes(static_cast<std::size_t>(state.rows * format_.code_bytes(state.n)));
+    std::vector<std::byte> scales(static_cast<std::size_t>(format_.scale_bytes(state.rows, state.n)));
+    encode_rows(format_, in<Real>(state).data(), state.rows, state.n, codes.data(), scales.data(), draw);
+    digest.update(codes);
+    digest.update(scales);
+  }
 
   const Format& format_;
   const std::uint64_t seed_;
+  Sha256 values_, codes_, in_float_;
+  SquaredError error_;
+  std::int64_t overflows_ = 0;
 };
 
 Subject subject_of(const Format& format, const std::vector<TrialState>& states, const std::vector<TrialState>& hard,
                    std::uint64_t seed) {
   Subject out{format.text(), {}, {}};
-  const Converter converter(format, seed);
-  const auto print = [&](const std::string& name, Sha256& values, Sha256& codes) {
-    out.fingerprints.push_back({name, values.hex()});
-    out.fingerprints.push_back({name + ", codes", codes.hex()});
-  };
   if (!states.empty()) {
-    Loss loss;
-    Sha256 values, codes;
-    for (const TrialState& state : states) converter.convert(state, values, codes, &loss);
+    Converter converter(format, seed);
+    for (const TrialState& state : states) converter.convert(state);
     const std::int64_t rows = states[0].rows, n = states[0].n;
     const auto bytes = static_cast<double>(rows * format.code_bytes(n) + format.scale_bytes(rows, n));
     out.figures = {{"bits an element", 8 * bytes / static_cast<double>(rows * n)},
-                   {"error of the states", finite_or_nan(loss.error.relative())},
-                   {"overflows in the states", static_cast<double>(loss.overflows)}};
-    print("states", values, codes);
+                   {"error of the states", finite_or_nan(converter.error())},
+                   {"overflows in the states", static_cast<double>(converter.overflows())}};
+    converter.add_fingerprints("states", out.fingerprints);
   }
   for (std::size_t i = 0; i < hard.size();) {
     const std::string name = hard[i].name;
-    Sha256 values, codes;
-    for (; i < hard.size() && hard[i].name == name; ++i) converter.convert(hard[i], values, codes, nullptr);
-    print(name, values, codes);
+    Converter converter(format, seed);
+    for (; i < hard.size() && hard[i].name == name; ++i) converter.convert(hard[i]);
+    converter.add_fingerprints(name, out.fingerprints);
   }
   return out;
 }

@@ -82,7 +82,8 @@ double worst_y(const PolicyResult& result) {
 }
 
 double state_error(const std::vector<TrialState>& states, const Format& format, std::uint64_t seed) {
-  for (const Figure& figure : check_formats(states, {format}, seed).front().figures) {
+  const std::vector<Subject> subjects = check_formats(states, {format}, seed);
+  for (const Figure& figure : subjects.front().figures) {
     if (figure.name == "error of the states") return figure.value;
   }
   return std::numeric_limits<double>::quiet_NaN();

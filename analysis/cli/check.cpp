@@ -26,7 +26,7 @@ struct Options {
 
 /// Eager, shared and split, 16 to 4 bits, every kind of scale and of rounding.
 const std::vector<std::string> usual_policies = {"eager(state=bf16)",
-                                                 "eager(state=fp16)",
+                                                 "replay(L=16, state=fp16)",
                                                  "eager(state=e4m3:row)",
                                                  "eager(state=int8:row)",
                                                  "eager(state=int8:row:sr)",
