@@ -98,6 +98,7 @@ std::string verdict(const Standing& judged, const Standing& other) {
   const std::string bytes = judged.bytes == other.bytes  ? " at the same bytes"
                             : judged.bytes > other.bytes ? " for more bytes"
                                                          : " for fewer bytes";
+  if (std::isnan(other.difference_sem)) return "not told apart: too few tokens";
   if (!stands_out(other)) return "neither nearer nor farther beyond chance" + bytes;
   return ratio >= 1 ? number_text("%.3g times nearer", ratio) + bytes
                     : number_text("%.3g times farther", 1 / ratio) + bytes;

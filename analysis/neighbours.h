@@ -33,7 +33,8 @@ std::vector<Comparison> compare_neighbours(const Model& model, Backend& backend,
                                            const Format& format, const std::vector<Policy>& policies,
                                            const std::vector<TrialState>& states, const StudyOptions& options);
 
-/// One table a schedule, and where the format stands: a difference counts from two standard errors on.
+/// One table a schedule, and where the format stands: a difference counts from two standard errors on, for which it
+/// takes two blocks of 64 tokens.
 std::string neighbours_table(const std::vector<Comparison>& comparisons);
 
 /// The same as JSON text.
