@@ -128,6 +128,7 @@ void check_options(const Options& options) {
 
 int run(const Options& options) {
   check_options(options);
+  note_interrupts();
   std::optional<Baseline> stored;
   if (fs::exists(options.baseline)) {
     stored = read_baseline(options.baseline);
@@ -153,7 +154,6 @@ int run(const Options& options) {
   const std::vector<TrialState> states =
       plan.states_file.empty() ? std::vector<TrialState>() : read_states(plan.states_file);
 
-  note_interrupts();
   const StudyOptions study{.threads = options.machine.threads,
                            .seed = plan.arguments.seed,
                            .progress = progress_bar(),

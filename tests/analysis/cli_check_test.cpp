@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <boost/property_tree/xml_parser.hpp>
+#include <chrono>
+#include <thread>
 
 #include "analysis/check.h"
 #include "tests/support/process.h"
@@ -206,6 +208,24 @@ TEST_F(CheckTest, BadInputIsRefused) {
   expect_refused(with({}), {"baseline.json", "--update"});
   expect_refused(with({"--update"}), {"--tokens"});
   EXPECT_FALSE(fs::exists(baseline_));
+}
+
+TEST_F(CheckTest, AnInterruptLeavesTheBaselineAsItIs) {
+  const string data = REPLAYSSM_DATA;
+  // A study of some twenty seconds, by when even a busy machine has come to the point where interrupts are noted.
+  int code = 0;
+  for (int wait = 100; wait <= 6400 && code != 130; wait *= 4) {
+    const Process process = start({"check", data + "/mamba2-5m", "--update", "--baseline", path("new.json"), "--tokens",
+                                   data + "/sherlock.safetensors", "--max-tokens", "256", "--threads", "1"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(wait));
+    process.send(SIGINT);
+    code = process.wait();
+    if (code == 130) {
+      EXPECT_NE(process.err().find("interrupted in layer"), string::npos) << process.err();
+    }
+  }
+  EXPECT_EQ(code, 130);
+  EXPECT_FALSE(fs::exists(path("new.json")));
 }
 
 }  // namespace
