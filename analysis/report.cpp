@@ -8,6 +8,7 @@
 #include <iostream>
 
 #include "analysis/report_json.h"
+#include "analysis/table.h"
 #include "core/error.h"
 #include "core/own_format.h"
 #include "core/replace_file.h"
@@ -16,22 +17,6 @@
 
 namespace replayssm {
 namespace {
-
-std::string format_text(const char* format, double value) {
-  if (std::isnan(value)) return "-";
-  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
-  char text[64];
-  std::snprintf(text, sizeof text, format, value);
-  return text;
-}
-
-/// Bytes with a binary unit, three significant digits.
-std::string bytes_text(double bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  std::size_t unit = 0;
-  for (; bytes >= 1000 && unit + 1 < std::size(units); ++unit) bytes /= 1024;
-  return format_text(bytes < 10 ? "%.2f " : bytes < 100 ? "%.1f " : "%.0f ", bytes) + units[unit];
-}
 
 std::string note(const PolicyResult& result) {
   std::string text;
@@ -72,27 +57,12 @@ std::string kl_table(const std::vector<PolicyResult>& results) {
       {"policy", "mean KL", "+-", "p99", "max", "top-1 %", "dNLL", "stored", "moved/token", ""}};
   for (const PolicyResult& r : results) {
     const DivergenceSummary& d = r.divergence;
-    rows.push_back({r.policy.text(), format_text("%.3e", d.kl.mean), format_text("%.0e", d.kl.sem),
-                    format_text("%.3e", d.kl.p99), format_text("%.3e", d.kl.max),
-                    format_text("%.2f", 100 * d.top1_agreement), format_text("%+.6f", d.nll_delta),
+    rows.push_back({r.policy.text(), number_text("%.3e", d.kl.mean), number_text("%.0e", d.kl.sem),
+                    number_text("%.3e", d.kl.p99), number_text("%.3e", d.kl.max),
+                    number_text("%.2f", 100 * d.top1_agreement), number_text("%+.6f", d.nll_delta),
                     bytes_text(r.cost.bytes_stored_per_sequence), bytes_text(r.cost.bytes_moved_per_token), note(r)});
   }
-  std::vector<std::size_t> widths(rows[0].size(), 0);
-  for (const auto& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string out;
-  for (const auto& row : rows) {
-    std::string line;
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      const std::string space(widths[i] - row[i].size(), ' ');
-      const bool left = i == 0 || i + 1 == row.size();  // names and notes to the left, figures to the right
-      line += (i ? "  " : "") + (left ? row[i] + space : space + row[i]);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    out += line + "\n";
-  }
-  return out;
+  return aligned(rows);
 }
 
 Json result_json(const PolicyResult& result) {

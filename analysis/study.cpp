@@ -75,13 +75,21 @@ class Study {
     for (std::int64_t b = 0; b < tokens_.sequences; ++b) {
       const std::span<const std::int32_t> ids(tokens_.ids.data() + b * tokens_.length,
                                               static_cast<std::size_t>(tokens_.length));
-      const Tensor all = model_.embed(backend_, ids);
+      const Tensor all = disturbed(b, model_.embed(backend_, ids));
       std::vector<Tensor> chunks;
       for (std::int64_t t = 0; t < all.rows; t += options_.chunk_tokens) {
         chunks.push_back(all.range(t, std::min(options_.chunk_tokens, all.rows - t)));
       }
       for (Stream& stream : streams_) stream.hidden.push_back(chunks);
     }
+  }
+
+  Tensor disturbed(std::int64_t sequence, Tensor embeddings) {
+    if (!options_.disturb) return embeddings;
+    std::vector<double> values(static_cast<std::size_t>(embeddings.rows * embeddings.columns));
+    backend_.read(embeddings, values.data());
+    options_.disturb(sequence, values);
+    return backend_.write(values.data(), embeddings.rows, embeddings.columns);
   }
 
   /// All that the steps so far have left.

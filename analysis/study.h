@@ -73,6 +73,8 @@ struct StudyOptions {
   std::uint64_t seed = 0;
   /// Tokens that go through a layer together, at least 1.
   std::int64_t chunk_tokens = 512;
+  /// Changes the embeddings [tokens, hidden] of each sequence before they enter the first layer; null: as they are.
+  std::function<void(std::int64_t sequence, std::span<double> embeddings)> disturb = {};
   Progress progress = {};
   /// Called for every chunk of every SSM layer and policy that covers the layer; needs `local`.
   std::function<void(const LayerChunk&)> observe = {};

@@ -48,6 +48,7 @@ Progress progress_bar();
 // Each adds one command with its options to `app` and returns what runs it.
 Command add_kl(CLI::App& app);
 Command add_layers(CLI::App& app);
+Command add_check(CLI::App& app);
 Command add_verify(CLI::App& app);
 Command add_inspect(CLI::App& app);
 Command add_formats(CLI::App& app);

@@ -73,6 +73,8 @@ int main(int argc, char** argv) {
     add("kl", "KL report: what each policy does to the model's next-token distributions", cli::add_kl);
     add("layers", "Where the error comes from: every layer, local and propagated, and its part in the KL",
         cli::add_layers);
+    add("check", "Compare policies and conversions with a stored baseline; exit 1 where something moved too far",
+        cli::add_check);
     add("verify", "Compare the model's logits with those of a framework", cli::add_verify);
     add("inspect", "Layers, dimensions, state bytes and decay half-lives of a model", cli::add_inspect);
     add("oracle", "Digits that each schedule and precision keeps: one layer in arbitrary precision", cli::add_oracle);
