@@ -45,7 +45,7 @@ Subject subject_of(const PolicyResult& result) {
   add("p99 KL", d.kl.p99);
   add("top-1 agreements", agreements);
   add("not finite", d.non_finite);
-  add("overflows", result.overflows());
+  add("overflows", result.overflows() + result.saturations());
   add("bytes stored", result.cost.bytes_stored_per_sequence);
   add("bytes moved", result.cost.bytes_moved_per_token);
   add("flushes", result.cost.flushes);
@@ -122,7 +122,8 @@ class Converter {
   template <class Real>
   std::vector<Real> round(const TrialState& state, const Draw& draw, Sha256& digest) {
     std::vector<Real> values = in<Real>(state);
-    overflows_ += round_rows(format_, values.data(), state.rows, state.n, draw);
+    const RangeLoss loss = round_rows(format_, values.data(), state.rows, state.n, draw);
+    overflows_ += loss.overflows + loss.saturations;
     // The sign and payload of a NaN that an operation makes are the processor's.
     for (Real& x : values) x = std::isnan(x) ? std::numeric_limits<Real>::quiet_NaN() : x;
     digest.update(std::as_bytes(std::span(values)));

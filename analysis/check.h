@@ -29,9 +29,9 @@ struct Subject {
 };
 
 /// Figures of every policy, whose margins are 0: mean and p99 of KL(reference || run) in nats, positions where the most
-/// probable token agrees, positions that are not finite, elements that overflowed, bytes and flushes, and the relative
-/// L2 errors of y and of the last state of every SSM layer, fed by the reference (local) and in the policy's own run.
-/// `options.local` is set here. Throws as run_study() does.
+/// probable token agrees, positions that are not finite, elements beyond the range, saturated ones included, bytes and
+/// flushes, and the relative L2 errors of y and of the last state of every SSM layer, fed by the reference (local) and
+/// in the policy's own run. `options.local` is set here. Throws as run_study() does.
 std::vector<Subject> check_policies(const Model& model, Backend& backend, const Tokens& tokens,
                                     const std::vector<Policy>& policies, StudyOptions options);
 

@@ -209,6 +209,7 @@ Command add_check(CLI::App& app) {
       ->check(counts);
   app.add_option("-p,--policy", o.policy_texts, "With --update: a policy of the new baseline; may be given again")
       ->allow_extra_args(false);
+  add_format_files(app);
   app.add_option("--seed", o.seed, "With --update: of stochastic rounding");
   app.add_option("--json", o.json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--junit", o.junit, "Write the result as JUnit XML to a file, or to standard output with -");
