@@ -26,7 +26,7 @@ double finite_or_nan(double x) { return std::isfinite(x) ? x : kNan; }
 
 /// Whether a count of what the arithmetic decides: it may go to the next.
 bool is_count(const std::string& name) {
-  return name == "top-1 agreements" || name == "not finite" || name == "overflows";
+  return name == "top-1 agreements" || name == "not finite" || name == "overflows" || name == "saturations";
 }
 
 /// Whether roundings of the arithmetic have no part in it.
@@ -45,7 +45,8 @@ Subject subject_of(const PolicyResult& result) {
   add("p99 KL", d.kl.p99);
   add("top-1 agreements", agreements);
   add("not finite", d.non_finite);
-  add("overflows", result.overflows() + result.saturations());
+  add("overflows", result.overflows());
+  add("saturations", result.saturations());
   add("bytes stored", result.cost.bytes_stored_per_sequence);
   add("bytes moved", result.cost.bytes_moved_per_token);
   add("flushes", result.cost.flushes);
@@ -109,7 +110,7 @@ class Converter {
     out.push_back({name + " in float", in_float_.hex()});
   }
   double error() const { return error_.relative(); }
-  std::int64_t overflows() const { return overflows_; }
+  const RangeLoss& lost() const { return lost_; }
 
  private:
   template <class Real>
@@ -122,8 +123,7 @@ class Converter {
   template <class Real>
   std::vector<Real> round(const TrialState& state, const Draw& draw, Sha256& digest) {
     std::vector<Real> values = in<Real>(state);
-    const RangeLoss loss = round_rows(format_, values.data(), state.rows, state.n, draw);
-    overflows_ += loss.overflows + loss.saturations;
+    lost_ += round_rows(format_, values.data(), state.rows, state.n, draw);
     // The sign and payload of a NaN that an operation makes are the processor's.
     for (Real& x : values) x = std::isnan(x) ? std::numeric_limits<Real>::quiet_NaN() : x;
     digest.update(std::as_bytes(std::span(values)));
@@ -143,7 +143,7 @@ class Converter {
   const std::uint64_t seed_;
   Sha256 values_, codes_, in_float_;
   SquaredError error_;
-  std::int64_t overflows_ = 0;
+  RangeLoss lost_;
 };
 
 Subject subject_of(const Format& format, const std::vector<TrialState>& states, const std::vector<TrialState>& hard,
@@ -156,7 +156,8 @@ Subject subject_of(const Format& format, const std::vector<TrialState>& states, 
     const auto bytes = static_cast<double>(rows * format.code_bytes(n) + format.scale_bytes(rows, n));
     out.figures = {{"bits an element", 8 * bytes / static_cast<double>(rows * n)},
                    {"error of the states", finite_or_nan(converter.error())},
-                   {"overflows in the states", static_cast<double>(converter.overflows())}};
+                   {"overflows in the states", static_cast<double>(converter.lost().overflows)},
+                   {"saturations in the states", static_cast<double>(converter.lost().saturations)}};
     converter.add_fingerprints("states", out.fingerprints);
   }
   for (std::size_t i = 0; i < hard.size();) {
@@ -217,7 +218,9 @@ void set_margins(std::vector<Subject>& subjects, const Model& model, Backend& ba
 std::vector<Format> formats_of(const std::vector<Policy>& policies) {
   std::vector<Format> formats;
   const auto add = [&](const Format& format) {
-    if (!format.exact() && std::ranges::find(formats, format) == formats.end()) formats.push_back(format);
+    for (const Format* f = &format; f; f = f->residual) {
+      if (!f->exact() && std::ranges::find(formats, *f) == formats.end()) formats.push_back(*f);
+    }
   };
   for (const Policy& policy : policies) {
     const Replay replay = policy.as_replay();

@@ -29,9 +29,9 @@ struct Subject {
 };
 
 /// Figures of every policy, whose margins are 0: mean and p99 of KL(reference || run) in nats, positions where the most
-/// probable token agrees, positions that are not finite, elements beyond the range, saturated ones included, bytes and
-/// flushes, and the relative L2 errors of y and of the last state of every SSM layer, fed by the reference (local) and
-/// in the policy's own run. `options.local` is set here. Throws as run_study() does.
+/// probable token agrees, positions that are not finite, elements that overflowed or saturated, bytes and flushes, and
+/// the relative L2 errors of y and of the last state of every SSM layer, fed by the reference (local) and in the
+/// policy's own run. `options.local` is set here. Throws as run_study() does.
 std::vector<Subject> check_policies(const Model& model, Backend& backend, const Tokens& tokens,
                                     const std::vector<Policy>& policies, StudyOptions options);
 
@@ -41,13 +41,13 @@ std::vector<Subject> check_policies(const Model& model, Backend& backend, const 
 void set_margins(std::vector<Subject>& subjects, const Model& model, Backend& backend, const Tokens& tokens,
                  const std::vector<Policy>& policies, const StudyOptions& options);
 
-/// Formats that the policies name and that round, each once, in their order.
+/// Formats that the policies name and that round, those of residuals too, each once, in their order.
 std::vector<Format> formats_of(const std::vector<Policy>& policies);
 
-/// What every format makes of the states of a model and of hard_values(): figures (error and overflows of the states,
-/// bits of an element) and fingerprints of the values and, where the format has them, of codes and scales. Everything
-/// is converted in double and in float, as of two tokens. Nothing but single operations of IEEE 754 takes part, in a
-/// fixed order, so all of it is the same to the last bit on any machine.
+/// What every format makes of the states of a model and of hard_values(): figures (error, overflows and saturations of
+/// the states, bits of an element) and fingerprints of the values and, where the format has them, of codes and scales.
+/// Everything is converted in double and in float, as of two tokens. Nothing but single operations of IEEE 754 takes
+/// part, in a fixed order, so all of it is the same to the last bit on any machine.
 std::vector<Subject> check_formats(const std::vector<TrialState>& states, const std::vector<Format>& formats,
                                    std::uint64_t seed);
 

@@ -3,7 +3,8 @@
 usage: arbiter_tables.py formats|modifiers|lengths FILE
 
 formats: one row a format, one column a schedule; modifiers: one row a format and schedule, one column a modifier (the
-last part of the format's name that is sr, sr=B, rz, hadamard or ef=F); lengths: one row a format and kind, one column L.
+last part of the format's name, if it is sr, sr=B, rz, hadamard or ef=F); lengths: one row a format and kind of state,
+one column a length L.
 """
 
 import json

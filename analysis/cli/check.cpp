@@ -37,6 +37,7 @@ const std::vector<std::string> usual_policies = {"eager(state=bf16)",
                                                  "replay(L=16, state=e4m3:head)",
                                                  "replay(L=16, state=int8:row)",
                                                  "replay(L=16, state=int8:row:hadamard)",
+                                                 "replay(L=16, state=int8:row:ef=int4)",
                                                  "replay(L=16, state=mxfp8_e4m3)",
                                                  "replay(L=16, state=mxfp8_e4m3:ceil)",
                                                  "replay(L=16, state=mxint8)",
@@ -209,10 +210,10 @@ Command add_check(CLI::App& app) {
       ->check(counts);
   app.add_option("-p,--policy", o.policy_texts, "With --update: a policy of the new baseline; may be given again")
       ->allow_extra_args(false);
-  add_format_files(app);
   app.add_option("--seed", o.seed, "With --update: of stochastic rounding");
   app.add_option("--json", o.json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--junit", o.junit, "Write the result as JUnit XML to a file, or to standard output with -");
+  add_format_files(app);
   o.machine.add_threads(app);
   return [options] { return run(*options); };
 }

@@ -50,6 +50,7 @@ std::vector<Planted> planted() {
       literal("saturation-for-inf", "fp16", fp16, Defect::saturates_for_inf),
       literal("subnormals-flushed", "fp16", fp16, Defect::flushes_subnormals),
       literal("noise-without-carry", "bf16:sr", bf16_sr, Defect::noise_without_carry),
+      {"residual-dropped", "int8:row:ef=int4", shared, literal_function(int8_row, Defect::none), false, true},
       {"stale-copy", "e4m3:row", split, one_flush_stale(literal_function(e4m3_row, Defect::none)), false, true},
   };
 }
@@ -72,7 +73,7 @@ Subject comparable(Subject subject, const string& name) {
                 [](const Fingerprint& p) { return p.name.ends_with(", codes") || p.name.ends_with(" in float"); });
   std::erase_if(subject.figures, [](const Figure& f) {
     return f.name == "bytes stored" || f.name == "bytes moved" || f.name == "bits an element" ||
-           f.name == "overflows in the states";
+           f.name.starts_with("overflows") || f.name.starts_with("saturations");
   });
   return subject;
 }
