@@ -147,7 +147,7 @@ void write_layers(const std::string& path, const Model& model, const RunFacts& f
   if (trace) trace->copy_to(file);
   for (std::size_t k = 0; k < study.policies.size(); ++k) {
     const PolicyLayers& policy = study.policies[k];
-    file.attribute("/run", "policy_" + std::to_string(k), policy.result.policy.text());
+    write_policy(file, k, policy.result, {facts.sequences, facts.tokens});
     for (const LayerErrors& e : policy.layers) {
       const std::string at = policy_group(e.layer, k);
       file.attribute(at, "policy", policy.result.policy.text());
@@ -164,9 +164,18 @@ void write_layers(const std::string& path, const Model& model, const RunFacts& f
       by_head("y_local_by_head", e.y_local_by_head, "over tokens, local");
       by_head("y_propagated_by_head", e.y_propagated_by_head, "over tokens, propagated");
       by_head("state_local_by_head", e.state_local_by_head, "over samples, local");
-      std::vector<double> still;
-      for (const Growth& g : e.growth) still.push_back(g.still);
-      file.dataset(at + "/still_by_head", still, heads, {"1", "share of the state that stands still in a store"});
+      const auto of_growth = [&](const char* name, double Growth::*field, const char* units, const char* text) {
+        std::vector<double> values;
+        for (const Growth& g : e.growth) values.push_back(g.*field);
+        file.dataset(at + "/" + name, values, heads, {units, text});
+      };
+      of_growth("still_by_head", &Growth::still, "1", "share of the state that stands still in a store");
+      of_growth("decay_by_head", &Growth::decay, "1", "geometric mean decay per token, a");
+      of_growth("half_life_by_head", &Growth::half_life, "tokens", "ln 2 / -ln a");
+      of_growth("sigma_by_head", &Growth::sigma, "relative L2", "error of storing the reference's state once");
+      of_growth("predicted_by_head", &Growth::predicted, "relative L2", "sigma / sqrt(1 - a^(2 L))");
+      of_growth("measured_by_head", &Growth::measured, "relative L2", "of the stored state, local");
+      file.attribute(at, "length", policy.result.policy.as_replay().length);
       file.dataset(at + "/state_local_by_sample", e.state_local_by_sample, samples, {"relative L2", "local"});
       file.dataset(at + "/state_propagated_by_sample", e.state_propagated_by_sample, samples,
                    {"relative L2", "propagated"});

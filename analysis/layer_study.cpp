@@ -140,4 +140,13 @@ LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& t
   return study;
 }
 
+std::vector<Policy> default_layer_policies() {
+  std::vector<Policy> policies;
+  for (const char* text :
+       {"replay(L=4, state=e4m3:row)", "replay(L=16, state=e4m3:row)", "replay(L=16, anchor=fp32, read=e4m3:row)"}) {
+    policies.push_back(parse_policy(text));
+  }
+  return policies;
+}
+
 }  // namespace replayssm

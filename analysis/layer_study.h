@@ -92,4 +92,7 @@ struct LayerStudy {
 LayerStudy run_layer_study(const Model& model, Backend& backend, const Tokens& tokens,
                            const std::vector<Policy>& policies, StudyOptions options, bool attribute);
 
+/// Shared and split at 8 bits, flushed often and seldom: three policies.
+std::vector<Policy> default_layer_policies();
+
 }  // namespace replayssm

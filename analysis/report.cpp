@@ -186,58 +186,67 @@ void check_writable(const std::string& path) {
   std::remove(part.c_str());
 }
 
+void write_policy(TraceWriter& file, std::size_t i, const PolicyResult& result, const TraceShape& shape) {
+  const std::string group = "/policies/" + std::to_string(i), at = group + "/";
+  file.attribute(group, "policy", result.policy.text());
+  file.attribute("/run", "policy_" + std::to_string(i), result.policy.text());
+  const auto per_token = [&](const char* name, const char* units, const char* description, auto field) {
+    std::vector<double> values;
+    for (const TokenDivergence& token : result.tokens) values.push_back(field(token));
+    file.dataset(at + name, values, shape, {units, description});
+  };
+  per_token("kl", "nats", "KL(reference || run)", [](const auto& t) { return t.kl; });
+  per_token("kl_reverse", "nats", "KL(run || reference)", [](const auto& t) { return t.kl_reverse; });
+  per_token("nll", "nats", "-log p of the next token under the run", [](const auto& t) { return t.nll; });
+  per_token("nll_reference", "nats", "-log p of the next token under the reference",
+            [](const auto& t) { return t.reference_nll; });
+  per_token("delta_p", "probability", "p of the next token, run - reference", [](const auto& t) { return t.delta_p; });
+  std::vector<std::uint8_t> agrees;
+  for (const TokenDivergence& token : result.tokens) agrees.push_back(token.top1_agrees);
+  file.dataset(at + "top1_agrees", agrees, shape, {"", "1 where the most probable token is the same"});
+
+  std::vector<std::int64_t> index, overflows, saturations;
+  std::vector<double> y, y_local, state, state_local;
+  for (const LayerResult& layer : result.layers) {
+    index.push_back(layer.layer);
+    overflows.push_back(layer.events.overflows_counted ? layer.events.overflows : -1);
+    saturations.push_back(layer.events.overflows_counted ? layer.events.saturations : -1);
+    y.push_back(layer.y_rel_l2.propagated);
+    y_local.push_back(layer.y_rel_l2.local);
+    state.push_back(layer.state_rel_l2.propagated);
+    state_local.push_back(layer.state_rel_l2.local);
+  }
+  const TraceShape layers = {std::ssize(index)};
+  file.dataset(at + "layers/index", index, layers, {"", "model layer of each SSM layer"});
+  const char* y_text = "y = S C before D x, all tokens and heads; NaN: not measured";
+  const char* state_text = "state after the last token; NaN: not measured";
+  file.dataset(at + "layers/y_rel_l2_propagated", y, layers, {"relative L2", y_text});
+  file.dataset(at + "layers/y_rel_l2_local", y_local, layers, {"relative L2", y_text});
+  file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
+  file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
+  file.dataset(at + "layers/overflows", overflows, layers,
+               {"elements", "finite values that became Inf or NaN; -1: not counted"});
+  file.dataset(at + "layers/saturations", saturations, layers,
+               {"elements", "finite values beyond the format's range, stored as its largest; -1: not counted"});
+  const DivergenceSummary& d = result.divergence;
+  file.attribute(group, "kl_mean", d.kl.mean);
+  file.attribute(group, "kl_sem", d.kl.sem);
+  file.attribute(group, "kl_p99", d.kl.p99);
+  file.attribute(group, "kl_max", d.kl.max);
+  file.attribute(group, "kl_infinite", d.kl.infinite);
+  file.attribute(group, "top1_agreement", d.top1_agreement);
+  file.attribute(group, "nll_delta", d.nll_delta);
+  file.attribute(group, "bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence);
+  file.attribute(group, "bytes_moved_per_token", result.cost.bytes_moved_per_token);
+  file.attribute(group, "flushes", result.cost.flushes);
+}
+
 void write_kl(const std::string& path, const Model& model, const RunFacts& facts, const Tokens& tokens,
               const std::vector<PolicyResult>& results) {
   TraceWriter file(path);
-  const TraceShape shape = {tokens.sequences, tokens.length};
   write_run(file, model, facts, tokens);
   for (std::size_t i = 0; i < results.size(); ++i) {
-    const PolicyResult& result = results[i];
-    const std::string group = "/policies/" + std::to_string(i), at = group + "/";
-    file.attribute(group, "policy", result.policy.text());
-    file.attribute("/run", "policy_" + std::to_string(i), result.policy.text());
-    const auto per_token = [&](const char* name, const char* units, const char* description, auto field) {
-      std::vector<double> values;
-      for (const TokenDivergence& token : result.tokens) values.push_back(field(token));
-      file.dataset(at + name, values, shape, {units, description});
-    };
-    per_token("kl", "nats", "KL(reference || run)", [](const auto& t) { return t.kl; });
-    per_token("kl_reverse", "nats", "KL(run || reference)", [](const auto& t) { return t.kl_reverse; });
-    per_token("nll", "nats", "-log p of the next token under the run", [](const auto& t) { return t.nll; });
-    per_token("nll_reference", "nats", "-log p of the next token under the reference",
-              [](const auto& t) { return t.reference_nll; });
-    per_token("delta_p", "probability", "p of the next token, run - reference",
-              [](const auto& t) { return t.delta_p; });
-    std::vector<std::uint8_t> agrees;
-    for (const TokenDivergence& token : result.tokens) agrees.push_back(token.top1_agrees);
-    file.dataset(at + "top1_agrees", agrees, shape, {"", "1 where the most probable token is the same"});
-
-    std::vector<std::int64_t> index, overflows, saturations;
-    std::vector<double> y, y_local, state, state_local;
-    for (const LayerResult& layer : result.layers) {
-      index.push_back(layer.layer);
-      overflows.push_back(layer.events.overflows_counted ? layer.events.overflows : -1);
-      saturations.push_back(layer.events.overflows_counted ? layer.events.saturations : -1);
-      y.push_back(layer.y_rel_l2.propagated);
-      y_local.push_back(layer.y_rel_l2.local);
-      state.push_back(layer.state_rel_l2.propagated);
-      state_local.push_back(layer.state_rel_l2.local);
-    }
-    const TraceShape layers = {std::ssize(index)};
-    file.dataset(at + "layers/index", index, layers, {"", "model layer of each SSM layer"});
-    const char* y_text = "y = S C before D x, all tokens and heads; NaN: not measured";
-    const char* state_text = "state after the last token; NaN: not measured";
-    file.dataset(at + "layers/y_rel_l2_propagated", y, layers, {"relative L2", y_text});
-    file.dataset(at + "layers/y_rel_l2_local", y_local, layers, {"relative L2", y_text});
-    file.dataset(at + "layers/state_rel_l2_propagated", state, layers, {"relative L2", state_text});
-    file.dataset(at + "layers/state_rel_l2_local", state_local, layers, {"relative L2", state_text});
-    file.dataset(at + "layers/overflows", overflows, layers,
-                 {"elements", "finite values that became Inf or NaN; -1: not counted"});
-    file.dataset(at + "layers/saturations", saturations, layers,
-                 {"elements", "finite values beyond the format's range, stored as its largest; -1: not counted"});
-    file.attribute(group, "bytes_stored_per_sequence", result.cost.bytes_stored_per_sequence);
-    file.attribute(group, "bytes_moved_per_token", result.cost.bytes_moved_per_token);
-    file.attribute(group, "flushes", result.cost.flushes);
+    write_policy(file, i, results[i], {tokens.sequences, tokens.length});
   }
   file.finish();
 }

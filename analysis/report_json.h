@@ -20,4 +20,7 @@ Json result_json(const PolicyResult& result);
 /// The group /run: attributes that say what was run, and the tokens.
 void write_run(TraceWriter& file, const Model& model, const RunFacts& facts, const Tokens& tokens);
 
+/// The group /policies/K of policy K: figures of every token, `shape` [sequences, length], and errors of every layer.
+void write_policy(TraceWriter& file, std::size_t k, const PolicyResult& result, const TraceShape& shape);
+
 }  // namespace replayssm

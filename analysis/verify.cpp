@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
 
+#include "analysis/study.h"
 #include "core/error.h"
 #include "core/tokens.h"
 
@@ -48,13 +50,14 @@ struct Forward {
   std::vector<Values> hidden;  // input of layer i; then the output of the last layer
   Values normed, logits;       // [sequences, T, ...]
 
-  Forward(const Model& model, Backend& backend, const Tokens& tokens) {
+  Forward(const Model& model, Backend& backend, const Tokens& tokens, const std::function<bool()>& interrupted) {
     const auto layers = static_cast<std::int64_t>(model.layers().size());
     hidden.resize(static_cast<std::size_t>(layers) + 1);
     for (std::int64_t b = 0; b < tokens.sequences; ++b) {
       Tensor x = model.embed(backend, {tokens.ids.data() + b * tokens.length, static_cast<std::size_t>(tokens.length)});
       append(backend, x, hidden[0]);
       for (std::int64_t i = 0; i < layers; ++i) {
+        if (interrupted && interrupted()) throw Interrupted("interrupted");
         LayerCache cache;
         const LayerInfo& info = model.layers()[static_cast<std::size_t>(i)];
         if (info.recurrence) cache.state = backend.new_state(*info.recurrence, exact_policy());
@@ -107,10 +110,11 @@ double Verification::worst() const {
   return worst;
 }
 
-Verification verify(const Model& model, Backend& backend, const std::filesystem::path& golden) {
+Verification verify(const Model& model, Backend& backend, const std::filesystem::path& golden,
+                    const std::function<bool()>& interrupted) {
   const SafetensorsFile file(golden);
   const Tokens tokens = read_tokens(golden);
-  const Forward run(model, backend, tokens);
+  const Forward run(model, backend, tokens, interrupted);
   Verification out{.tokens = tokens.length, .sequences = tokens.sequences, .logits = {}, .hidden = {}, .others = {}};
 
   const std::int64_t vocabulary = model.vocabulary();
@@ -160,6 +164,36 @@ Verification verify(const Model& model, Backend& backend, const std::filesystem:
     }));
   }
   return out;
+}
+
+std::string verify_json(const Verification& result, const std::string& model_path, const std::string& golden,
+                        double bound) {
+  using Json = nlohmann::ordered_json;
+  const auto group_json = [](const std::vector<Agreement>& group) {
+    Json list = Json::array();
+    for (const Agreement& a : group) {
+      list.push_back({{"name", a.name}, {"matches", a.matches}, {"rel_l2", a.rel_l2}, {"max_abs", a.max_abs}});
+    }
+    return list;
+  };
+  const Agreement& logits = result.logits.front();
+  return Json{{"command", "verify"},
+              {"model", model_path},
+              {"golden", golden},
+              {"tokens", result.tokens},
+              {"sequences", result.sequences},
+              {"against", logits.name},
+              {"max_abs", logits.max_abs},
+              {"rel_l2", logits.rel_l2},
+              {"argmax_agreement", logits.argmax_agreement},
+              {"logits", group_json(result.logits)},
+              {"layers", group_json(result.hidden)},
+              {"others", group_json(result.others)},
+              {"worst", result.worst()},
+              {"bound", bound},
+              {"passed", result.worst() <= bound}}
+             .dump(2) +
+         "\n";
 }
 
 }  // namespace replayssm

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -30,7 +31,13 @@ struct Verification {
 /// Runs the model over `input_ids` of a safetensors file and compares the arrays that the file holds: logits and
 /// logits_f64 ([sequences, T, vocabulary], or the first rows of the only sequence), logsumexp, nll, hidden_i
 /// [sequences, T, hidden], which is matched as the input or the output of layer i, whichever is nearer, or as the final
-/// norm's output. Throws Error if the file has no logits or an array of another shape.
-Verification verify(const Model& model, Backend& backend, const std::filesystem::path& golden);
+/// norm's output. `interrupted` is asked before every layer, from the calling thread; true ends it with Interrupted.
+/// Throws Error if the file has no logits or an array of another shape.
+Verification verify(const Model& model, Backend& backend, const std::filesystem::path& golden,
+                    const std::function<bool()>& interrupted = {});
+
+/// The same as JSON text; `passed` where worst() is at most `bound`.
+std::string verify_json(const Verification& result, const std::string& model_path, const std::string& golden,
+                        double bound);
 
 }  // namespace replayssm

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "analysis/cli/cli.h"
-#include "analysis/cli/shapes.h"
 #include "analysis/report.h"
+#include "analysis/shapes.h"
 #include "analysis/traffic.h"
 #include "core/error.h"
 #include "core/version.h"
@@ -103,7 +103,7 @@ std::vector<cuda::BenchCase> cases_of(const Options& options) {
     plan.read = given.read;
   }
   std::vector<RecurrenceShape> shapes;
-  for (const std::string& text : options.shapes) shapes.push_back(parse_shape(text).shape);
+  for (const std::string& text : options.shapes) shapes.push_back(parse_shape(text, "--shape").shape);
   if (shapes.empty()) {
     for (const std::string& kernel : plan.kernels) shapes.push_back(shape_of(kernel));
   }

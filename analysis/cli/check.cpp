@@ -21,7 +21,7 @@ struct Options {
   std::vector<std::string> policy_texts;
   std::uint64_t seed = 0;
   bool update = false;
-  Machine machine;
+  MachineOptions machine;
 };
 
 /// Eager, shared and split, 16 to 4 bits, every kind of scale and of rounding.

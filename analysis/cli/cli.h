@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "analysis/cli/machine.h"
 #include "analysis/study.h"
 #include "core/backend.h"
 #include "core/model.h"
@@ -15,25 +16,13 @@ namespace replayssm::cli {
 /// What a command returns to the shell: 0 done, 1 a check failed. Errors are thrown and become 2.
 using Command = std::function<int()>;
 
-/// Options that several commands share: where to compute, and in what.
-struct Machine {
-  int threads = 0;
-  std::string device = "cpu", precision = "fp64";
-  std::string activations;  ///< of the decode kernels; empty where not given
-
+/// The options of a Machine, as several commands share them.
+struct MachineOptions : Machine {
   void add_to(CLI::App& app);
   // The parts of it, for a command that has not all.
   void add_threads(CLI::App& app);
   void add_device(CLI::App& app);
   void add_activations(CLI::App& app);
-
-  /// What the decode kernels are fed and write y in: fp32 where not given, empty where they are not used.
-  std::string fed() const;
-  /// The reference on the CPU.
-  std::unique_ptr<Backend> reference() const;
-  /// The same or, with --device cuda, with the decode kernels for the states of policies. Throws Error for a policy
-  /// that they do not know, where there are no kernels, and for activations without them.
-  std::unique_ptr<Backend> backend(const Model& model, const std::vector<Policy>& policies) const;
 };
 
 /// Opens a model and prints its notices on standard error.

@@ -27,16 +27,6 @@ std::unique_ptr<LayerTrace> trace_of(const Options& options, const StudyInput& i
   return trace;
 }
 
-/// Shared and split at 8 bits, flushed often and seldom.
-std::vector<Policy> default_layer_policies() {
-  std::vector<Policy> policies;
-  for (const char* text :
-       {"replay(L=4, state=e4m3:row)", "replay(L=16, state=e4m3:row)", "replay(L=16, anchor=fp32, read=e4m3:row)"}) {
-    policies.push_back(parse_policy(text));
-  }
-  return policies;
-}
-
 int run(const Options& options) {
   StudyInput input(options, "layers", default_layer_policies());
   if (options.trace.empty() && !options.trace_layers.empty()) fail("--trace-layers says of which layers, --trace what");

@@ -18,7 +18,7 @@ struct Options {
   std::string model, tokens, heads, json;
   std::int64_t max_tokens = 0;
   std::vector<std::string> policy_texts;  // of the kernels
-  Machine machine;
+  MachineOptions machine;
   OracleOptions oracle;
 };
 

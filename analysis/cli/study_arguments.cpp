@@ -15,13 +15,13 @@ Tokens select(const Tokens& all, const StudyArguments& arguments) {
     out.length = all.length / arguments.sequences;
     if (arguments.max_tokens > 0) out.length = std::min(out.length, arguments.max_tokens);
     if (out.length == 0) {
-      fail(arguments.tokens_file, ": ", all.length, " tokens are too few for --sequences ", arguments.sequences);
+      fail(arguments.tokens_name(), ": ", all.length, " tokens are too few for --sequences ", arguments.sequences);
     }
     out.ids.resize(static_cast<std::size_t>(out.sequences * out.length));
     return out;
   }
   if (arguments.sequences > all.sequences) {
-    fail(arguments.tokens_file, ": holds ", all.sequences, " sequences, --sequences asks for ", arguments.sequences);
+    fail(arguments.tokens_name(), ": holds ", all.sequences, " sequences, --sequences asks for ", arguments.sequences);
   }
   if (arguments.sequences > 0) out.sequences = arguments.sequences;
   if (arguments.max_tokens > 0) out.length = std::min(all.length, arguments.max_tokens);
@@ -48,6 +48,8 @@ void check_vocabulary(const Tokens& tokens, const Model& model, const std::strin
 void StudyArguments::add_to(CLI::App& app) {
   app.add_option("MODEL", model, "Hugging Face folder")->required();
   app.add_option("--tokens", tokens_file, "Token ids: .safetensors with input_ids, .npy, or text")->required();
+  app.add_option("--tokens-source", tokens_source,
+                 "What reports call the tokens, where their file is not the original");
   app.add_option("--max-tokens", max_tokens, "At most so many tokens of each sequence")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
   app.add_option("--sequences", sequences, "So many sequences of the file; a file of one sequence is cut into so many")
@@ -71,13 +73,13 @@ StudyInput::StudyInput(const StudyArguments& arguments, const std::string& comma
   tokens = select(read_tokens(arguments.tokens_file), arguments);
   model = open_model(arguments.model);
   backend = arguments.machine.backend(*model, policies);
-  check_vocabulary(tokens, *model, arguments.tokens_file);
+  check_vocabulary(tokens, *model, arguments.tokens_name());
   for (const Policy& policy : policies) check_policy(*model, policy, tokens.length);
   const bool report = !arguments.json.empty() || !arguments.output.empty();
   facts = {.command = command,
            .model_path = arguments.model,
            .model_sha256 = report ? model->sha256() : "",
-           .tokens_path = arguments.tokens_file,
+           .tokens_path = arguments.tokens_name(),
            .tokens = tokens.length,
            .sequences = tokens.sequences,
            .device = arguments.machine.device,

@@ -11,14 +11,16 @@ namespace replayssm::cli {
 
 /// The arguments of every command that runs policies on a model: what to run, on what, where the results go.
 struct StudyArguments {
-  std::string model, tokens_file, json, output;
+  std::string model, tokens_file, tokens_source, json, output;
   std::int64_t max_tokens = 0, sequences = 0;
   std::vector<std::string> policy_texts;
   std::uint64_t seed = 0;
   bool resume = false;
-  Machine machine;
+  MachineOptions machine;
 
   void add_to(CLI::App& app);
+  /// What messages and reports call the tokens' file.
+  const std::string& tokens_name() const { return tokens_source.empty() ? tokens_file : tokens_source; }
 };
 
 /// The same, opened and checked: nothing that follows from the arguments alone fails later.

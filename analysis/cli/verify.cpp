@@ -1,7 +1,6 @@
 #include "analysis/verify.h"
 
 #include <cstdio>
-#include <nlohmann/json.hpp>
 
 #include "analysis/cli/cli.h"
 #include "analysis/report.h"
@@ -13,11 +12,10 @@ namespace {
 struct Options {
   std::string model, golden, json;
   double bound = 1e-4;
-  Machine machine;
+  MachineOptions machine;
 };
 
 int run(const Options& options) {
-  using Json = nlohmann::ordered_json;
   if (!(options.bound >= 0)) fail("--bound must be a number of at least 0, found ", options.bound);
   if (options.machine.device != "cpu") {
     fail("--device ", options.machine.device, ": verify runs the exact state, which the CPU keeps");
@@ -38,31 +36,7 @@ int run(const Options& options) {
     std::printf("%s: worst rel_l2 %.3e, bound %.1e\n", passed ? "agrees" : "DIFFERS", result.worst(), options.bound);
   }
   if (!options.json.empty()) {
-    const auto group_json = [](const std::vector<Agreement>& group) {
-      Json list = Json::array();
-      for (const Agreement& a : group) {
-        list.push_back({{"name", a.name}, {"matches", a.matches}, {"rel_l2", a.rel_l2}, {"max_abs", a.max_abs}});
-      }
-      return list;
-    };
-    const Agreement& logits = result.logits.front();
-    write_text(options.json, Json{{"command", "verify"},
-                                  {"model", options.model},
-                                  {"golden", options.golden},
-                                  {"tokens", result.tokens},
-                                  {"sequences", result.sequences},
-                                  {"against", logits.name},
-                                  {"max_abs", logits.max_abs},
-                                  {"rel_l2", logits.rel_l2},
-                                  {"argmax_agreement", logits.argmax_agreement},
-                                  {"logits", group_json(result.logits)},
-                                  {"layers", group_json(result.hidden)},
-                                  {"others", group_json(result.others)},
-                                  {"worst", result.worst()},
-                                  {"bound", options.bound},
-                                  {"passed", passed}}
-                                     .dump(2) +
-                                 "\n");
+    write_text(options.json, verify_json(result, options.model, options.golden, options.bound));
   }
   return passed ? 0 : 1;
 }

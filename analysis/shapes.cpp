@@ -1,4 +1,4 @@
-#include "analysis/cli/shapes.h"
+#include "analysis/shapes.h"
 
 #include <charconv>
 #include <map>
@@ -6,15 +6,15 @@
 
 #include "core/error.h"
 
-namespace replayssm::cli {
+namespace replayssm {
 namespace {
 
 constexpr std::int64_t most = std::int64_t{1} << 20;  // keeps every product of three of them below 2^63
 
 }  // namespace
 
-ShapeArgument parse_shape(const std::string& text) {
-  const auto wrong = [&](const auto&... parts) { fail("--shape '", text, "': ", parts...); };
+ShapeArgument parse_shape(const std::string& text, const char* what) {
+  const auto wrong = [&](const auto&... parts) { fail(what, " '", text, "': ", parts...); };
   ShapeArgument out;
   const std::string kind = text.substr(0, text.find(':'));
   if (kind == "mamba2") {
@@ -53,6 +53,16 @@ ShapeArgument parse_shape(const std::string& text) {
   return out;
 }
 
+std::vector<LayerInfo> layers_of_shapes(const std::vector<std::string>& texts, const char* what) {
+  std::vector<LayerInfo> layers;
+  for (const std::string& text : texts) {
+    const ShapeArgument argument = parse_shape(text, what);
+    const LayerInfo layer{.kind = std::string(name(argument.shape.recurrence)), .recurrence = argument.shape};
+    layers.insert(layers.end(), static_cast<std::size_t>(argument.layers), layer);
+  }
+  return layers;
+}
+
 std::string shape_text(const RecurrenceShape& shape) {
   std::ostringstream text;
   text << (shape.recurrence == Recurrence::gated_delta ? "gdn" : name(shape.recurrence)) << ":heads=" << shape.heads
@@ -60,4 +70,4 @@ std::string shape_text(const RecurrenceShape& shape) {
   return text.str();
 }
 
-}  // namespace replayssm::cli
+}  // namespace replayssm
