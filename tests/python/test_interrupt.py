@@ -11,6 +11,21 @@ import pytest
 import replayssm
 
 
+@pytest.fixture(autouse=True)
+def listening():
+    """Python hears Ctrl-C, even where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def for_a_minute():
+    """Loops that only an interrupt ends, but not for ever."""
+    start = time.monotonic()
+    while time.monotonic() - start < 60:
+        yield
+
+
 def interrupting(seconds):
     """Ctrl-C, once, after some seconds."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
@@ -40,7 +55,7 @@ def test_ctrl_c_leaves_a_state_as_it_was():
     state = replayssm.State(inputs, "replay(L=64, anchor=fp32, read=bf16)")
     timer = interrupting(0.1)
     with pytest.raises(KeyboardInterrupt):
-        while True:
+        for _ in for_a_minute():
             state.advance(inputs)
     timer.join()
     assert state.tokens % inputs.tokens == 0  # whole calls alone
@@ -48,7 +63,7 @@ def test_ctrl_c_leaves_a_state_as_it_was():
     memory = np.full((1, 1, 1), 7.0)
     timer = interrupting(0.1)
     with pytest.raises(KeyboardInterrupt):
-        while True:
+        for _ in for_a_minute():
             replayssm.step_in_place(memory, inputs)
     timer.join()
     assert (memory.item() - 7) % inputs.tokens == 0
