@@ -19,7 +19,7 @@ class Fetch : public TileType {
   /// states goes to memory.
   __device__ void run() {
     std::uint32_t stage = 0, brief = 0;  // twice the number, and the phase
-    bool again = false;                  // whether stages are used for the first time
+    bool again = false;                  // whether stages have been used before
     const auto next_stage = [&] {
       barrier_wait(this->empty(stage / 2), (stage & 1) ^ 1);  // of a new barrier, the phase before counts as complete
       if (again) store_results(stage);

@@ -62,7 +62,7 @@ struct Geometry {
   int tiles = 0;         ///< of a sequence
   int run = 1;           ///< tiles that share a brief,
   int flush_run = 1;     ///< and of a row that flushes; divides run
-  int flush_weight = 1;  ///< how many more blocks begin with a row that flushes than with another
+  int flush_weight = 1;  ///< of a row that flushes against another, when blocks are shared out
   int piece = 0;         ///< rows of the checkpoint or anchor that a flush takes at once
   int heads = 0;         ///< heads in a tile, at least 1
   int head_rows = 0;     ///< rows of a head in a tile

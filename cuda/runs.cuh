@@ -6,9 +6,9 @@
 
 namespace replayssm::cuda {
 
-/// Two queues: rows that flush, and the others. Blocks begin with one of them, half of them with each, so that a
-/// multiprocessor waits for memory and computes at a time, and go on with the other. A queue gives runs of tiles, and
-/// the last one at last single tiles, so that all blocks end at about the same time.
+/// Two queues: rows that flush, and the others. Some blocks begin with one and some with the other (`flush_weight`),
+/// and go on with what is left of the other one. A queue gives runs of tiles, and the last one at last single tiles, so
+/// that all blocks end at about the same time.
 template <class TileType>
 class Runs : public TileType {
   using T = TileType;
