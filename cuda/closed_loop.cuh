@@ -10,101 +10,137 @@ template <class TileType>
 class ClosedLoop : public Records<TileType> {
   using T = TileType;
   using R = Records<TileType>;
-  using R::add_products, R::add_record, R::current_w, R::decay_columns, R::own, R::read_rows, R::scale_rows, R::ring_w,
-      R::wide_key, R::wide_w;
+  using R::add_current, R::add_products, R::add_record, R::current_w, R::decay_columns, R::of_lane, R::own,
+      R::read_current, R::read_rows, R::scale_rows, R::wide_key, R::wide_w;
   using R::kOwn, R::N;
-  using T::at_, T::geometry_, T::held_, T::lane_, T::shared_, T::step_, T::warp_;
+  using T::geometry_, T::held_, T::lane_, T::shared_, T::step_, T::warp_;
   using typename R::Row;
   static constexpr bool kColumns = T::kColumns;
 
  protected:
   __device__ explicit ClosedLoop(const T& tile) : R(tile) {}
 
-  /// What feeds the records' u into each other, of head h: [length, length], e^{g_{j+1} + ... + g_i} w_j . w_i for
-  /// j < i (KDA: with the decays inside the product, and the token at hand as the last record); then [length],
-  /// e^{g_0 + ... + g_i}.
-  __device__ float* products(int h) const {
-    return this->template in_flush<float>(geometry_.products) + h * step_.length * (step_.length + 1);
-  }
-  /// beta of the live records of head h.
-  __device__ const float* betas(int h) const {
-    return this->template in_brief<float>(geometry_.ring_gain) + this->of_run(h) * (step_.length - 1);
+  // ---- one decay a head ---------------------------------------------------------------------------------------------
+
+  /// s <- the state after the records and the token at hand, given the anchor at row `place` of the buffer; r, p: the
+  /// first of the lane's rows, in the tile and of head h.
+  ///
+  /// What the keys of the records read, the triangle of the head (triangle.cuh) turns into their u. Keys are exact in
+  /// bf16; the token at hand, whose key is not, is apart.
+  template <class Release>
+  __device__ void solve_matrices(int place, int h, int r, int p, const RingField& field, float (&s)[2][kOwn],
+                                 Release&& release) const {
+    const float* gate = this->gates(h);
+    std::uint32_t low[3], high[3];
+    read_keys(place, h, p, field, low, high);
+    float u[4];
+    multiply_triangle(h, low, high, u);
+    read_rows(place, s);
+    release();
+    scale_rows({gate[0], gate[0]}, s);
+    // What the token's key reads: the lane has its part of rows 2 t and 2 t + 1 of the state, and of row g of the u.
+    const float* to_current = gate + 4 + 2 * geometry_.slots;
+    float of_records = 0, current[2] = {}, factor[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int j = of_lane(k);
+      if (j < held_) of_records = fmaf(to_current[j], u[k], of_records);
+      factor[k] = j < held_ ? gate[4 + j] * u[k] : 0.0f;
+    }
+    of_records = lane_sum<4>(of_records);
+    read_current(s, current);
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const float read = lane_sum<8, 4>(current[q]) + __shfl_sync(~0u, of_records, lane_ % 4 * 8 + 4 * q);
+      current[q] = this->value(r + q) - read;
+    }
+    add_products(0, factor, {1, 1}, s);
+    add_current(gate[1], current, s);
   }
 
-  /// The token at hand behind the records.
+  /// v less what the decayed keys of 16 records read of the anchor; as operand [8 rows, 16 records] in three parts.
+  __device__ void read_keys(int place, int h, int p, const RingField& field, std::uint32_t (&low)[3],
+                            std::uint32_t (&high)[3]) const {
+    // The small parts for themselves: fewer roundings of the large sum.
+    float z[2][4] = {};
+    const std::byte* keys = this->ring_w(lane_ % 16) + lane_ / 16 * 16;
+    // Lane 4 g + t has eight neighbouring elements of row g at a time: those of lanes 2 t and 2 t + 1 of Row.
+    const auto* row = reinterpret_cast<const float4*>(shared_ + (place + own()) * Row::pitch) + lane_ % 4 * 2;
+#pragma unroll 2
+    for (int i = 0; i < N / 32; ++i) {
+      const float4 a = row[i * 8], b = row[i * 8 + 1];
+      const float near[4] = {a.x, a.y, a.z, a.w}, far[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        std::uint32_t first[3], second[3];
+        cut_in_three(near[k], far[k], first);
+        cut_in_three(near[k + 1], far[k + 1], second);
+        const uint4 key = load_matrices<false>(keys + i * 64 + k * 16);
+        multiply_add(z[1][0], z[1][1], z[1][2], z[1][3], key, first[2], second[2]);
+        multiply_add(z[1][0], z[1][1], z[1][2], z[1][3], key, first[1], second[1]);
+        multiply_add(z[0][0], z[0][1], z[0][2], z[0][3], key, first[0], second[0]);
+      }
+    }
+    // Records g and g + 8 of rows 2 t and 2 t + 1.
+    const float* before = this->before(h);
+    const std::byte* values = this->staged_row(h, p, field.type);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int i = own() + 8 * k;
+      float rest[2] = {};
+      if (i < held_) {
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          const float v = load_either(field.type, values, i * geometry_.head_rows + q);
+          rest[q] = fmaf(-before[i], z[0][2 * k + q] + z[1][2 * k + q], v);
+        }
+      }
+      std::uint32_t(&out)[3] = k == 0 ? low : high;
+      split_in_three(rest[0], rest[1], out);
+#pragma unroll
+      for (std::uint32_t& pair : out) pair = transpose(pair);
+    }
+  }
+
+  /// u of the lane's four records, see of_lane(), of row g.
+  __device__ void multiply_triangle(int h, const std::uint32_t (&low)[3], const std::uint32_t (&high)[3],
+                                    float (&u)[4]) const {
+    const uint4* triangle = this->triangle(h) + lane_;
+    const uint4 b[3] = {triangle[0], triangle[32], triangle[64]};
+    float small[4] = {}, other[4] = {};
+    // Parts whose product is below the last bit are left out; small ones first.
+#pragma unroll
+    for (int sum = 2; sum >= 0; --sum) {
+#pragma unroll
+      for (int k = 0; k <= sum; ++k) {
+        const uint4 a = make_uint4(low[k], 0, high[k], 0);
+        multiply_add(small[0], small[1], small[2], small[3], a, b[sum - k].x, 0);
+        multiply_add(other[0], other[1], other[2], other[3], a, b[sum - k].y, b[sum - k].z);
+      }
+    }
+    u[0] = small[0], u[1] = small[1], u[2] = other[0], u[3] = other[1];
+  }
+
+  // ---- one decay a channel ------------------------------------------------------------------------------------------
+
+  /// [length, length]: (e^{g_{j+1} + ... + g_i} w_j) . w_i for j < i, the token at hand as the last record.
+  __device__ float* products() const { return this->template in_block<float>(geometry_.products); }
+
+  /// The token at hand behind the records. By all workers.
   __device__ void arrange_current() const {
     for (int n = this->thread(); n < N; n += kWorkers) {
       wide_w(held_)[Row::place(n)] = current_w()[n];
-      if constexpr (kColumns) wide_key(held_)[Row::place(n)] = this->vector(T::kVectors + 1)[n] * current_w()[n];
+      wide_key(held_)[Row::place(n)] = this->vector(T::kVectors + 1)[n] * current_w()[n];
     }
   }
-  /// The keys of 16 records at a time as fragments of a matrix [16 records, 16 elements]. The lanes t of product i have
-  /// elements 16 i + 4 t .. 16 i + 4 t + 3 of a row.
-  __device__ void arrange_keys() const {
-    const auto* w = reinterpret_cast<const std::uint32_t*>(ring_w());
-    auto* out = this->template in_flush<uint4>(geometry_.keys);
-    const int blocks = (held_ + 15) / 16;
-    for (int f = this->thread(); f < blocks * (N / 16) * 32; f += kWorkers) {
-      const int g = f % 32 / 4, t = f % 4, i = f / 32 % (N / 16), j = f / 32 / (N / 16) * 16 + g;
-      const int pair = i * 8 + 2 * t;
-      uint2 near = make_uint2(0, 0), far = near;
-      if (j < held_) near = *reinterpret_cast<const uint2*>(w + j * (N / 2) + pair);
-      if (j + 8 < held_) far = *reinterpret_cast<const uint2*>(w + (j + 8) * (N / 2) + pair);
-      out[f] = make_uint4(near.x, far.x, near.y, far.y);
-    }
-  }
-
-  /// products(), given the live keys in bf16; a step of all workers inside.
-  __device__ void arrange_products() const {
-    const auto L = static_cast<int>(step_.length);
-    auto* dots = this->template in_flush<float>(geometry_.w);  // [16, 16], until the matrices come here
-    if (warp_ == 0) multiply_keys(dots);
-    sync_threads<kWorkers>();
-    // A thread for each head and record j, whose decay grows as i goes on; j = -1: the anchor.
-    const int each = held_ + 1, records = L - 1;
-    for (int t = this->thread(); t < geometry_.heads * each; t += kWorkers) {
-      const int h = t / each, j = t % each - 1;
-      const float* log_decay = this->template in_brief<float>(geometry_.ring_log) + this->of_run(h) * records;
-      float* out = products(h);
-      float sum = 0;
-      for (int i = j + 1; i < held_; ++i) {
-        sum += log_decay[i];
-        if (j < 0) {
-          out[L * L + i] = expf(sum);
-        } else {
-          out[i * L + j] = expf(sum) * dots[i * 16 + j];
-        }
-      }
-    }
-    sync_threads<kWorkers>();
-  }
-
-  /// w_i . w_j of up to 16 records, by one warp.
-  __device__ void multiply_keys(float* dots) const {
-    const auto* w = reinterpret_cast<const std::uint32_t*>(ring_w());
-    const int g = lane_ / 4, t = lane_ % 4;
-    float near[4] = {}, far[4] = {};
-    for (int i = 0; i < N / 16; ++i) {
-      const auto pair = [&](int record, int of) { return record < held_ ? w[record * (N / 2) + i * 8 + of + t] : 0u; };
-      const uint4 a = make_uint4(pair(g, 0), pair(g + 8, 0), pair(g, 4), pair(g + 8, 4));
-      multiply_add(near[0], near[1], near[2], near[3], a, a.x, a.z);
-      multiply_add(far[0], far[1], far[2], far[3], a, a.y, a.w);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      dots[(g + k / 2 * 8) * 16 + 2 * t + k % 2] = near[k];
-      dots[(g + k / 2 * 8) * 16 + 8 + 2 * t + k % 2] = far[k];
-    }
-  }
-
-  /// products() of KDA, the token at hand as the last record: a warp for each record, which takes those before it
-  /// newest first.
+  /// products(): a warp for each record, which takes those before it newest first.
   __device__ void arrange_column_products() const {
     constexpr int kEach = N / 32;
     const auto L = static_cast<int>(step_.length);
     const int first = lane_ * kEach;
     const float* logs = this->staged_logs();
-    float* out = products(0);
+    const Scalar type = step_.ring.w.type;
+    float* out = products();
     for (int i = warp_; i <= held_; i += kWarps) {
       float sum[kEach], key[kEach];
 #pragma unroll
@@ -114,11 +150,11 @@ class ClosedLoop : public Records<TileType> {
       }
       if (i < held_) {
         load_run(Scalar::fp32, logs, i * N + first, sum);
-        load_run(step_.ring.w.type, ring_w(), i * N + first, key);
+        load_run(type, this->ring_w(i), first, key);
       }
       for (int j = i - 1; j >= 0; --j) {
         float w[kEach], g[kEach], dot = 0;
-        load_run(step_.ring.w.type, ring_w(), j * N + first, w);
+        load_run(type, this->ring_w(j), first, w);
         load_run(Scalar::fp32, logs, j * N + first, g);
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
@@ -140,7 +176,7 @@ class ClosedLoop : public Records<TileType> {
     constexpr int Each = kEach;
     const float* gate = this->gates(h);
     const auto L = static_cast<int>(step_.length);
-    const float* beta = betas(h);
+    const float* beta = this->template in_brief<float>(geometry_.ring_gain);
     float rest[Each][2];  // v_i - what record i's key reads so far
 #pragma unroll
     for (int k = 0; k < Each; ++k) {
@@ -184,107 +220,13 @@ class ClosedLoop : public Records<TileType> {
         for (int q = k; q < Each; ++q) {
           const int i = q * 8 + own();
           if (i > j && i <= held_) {
-            const float product = products(h)[i * L + j];
+            const float product = products()[i * L + j];
             rest[q][0] = fmaf(-product, u0, rest[q][0]);
             rest[q][1] = fmaf(-product, u1, rest[q][1]);
           }
         }
         add_record(wide_w(j), gate[4 + j] * u0, gate[4 + j] * u1, s);
       }
-    }
-  }
-
-  /// The same by matrix products, for keys that are exact in bf16; the token at hand, whose key is not, apart.
-  template <class Release>
-  __device__ void solve_matrices(int place, int h, int r, int p, const RingField& field, float (&s)[2][kOwn],
-                                 Release&& release) const {
-    const float* gate = this->gates(h);
-    const auto L = static_cast<int>(step_.length);
-    const float *feed = products(h), *before = feed + L * L, *beta = betas(h);
-    const float* to_current = gate + 4 + 2 * geometry_.slots;
-    const int g = own(), blocks = (held_ + 15) / 16;
-    float rest[kEach][2] = {};  // of rows 2 t and 2 t + 1
-#pragma unroll
-    for (int b = 0; b < kEach / 2; ++b) {
-      if (b >= blocks) break;
-      // The small parts for themselves: fewer roundings of the large sum.
-      float z[2][4] = {};
-      const auto* keys = this->template in_flush<uint4>(geometry_.keys) + b * (N / 16) * 32 + lane_;
-#pragma unroll 2
-      for (int i = 0; i < N / 16; ++i) {
-        const float4 f =
-            *reinterpret_cast<const float4*>(shared_ + (place + g) * Row::pitch + (i * 16 + lane_ % 4 * 4) * 4);
-        std::uint32_t low[3], high[3];
-        split_in_three(f.x, f.y, low);
-        split_in_three(f.z, f.w, high);
-        const uint4 key = keys[i * 32];
-        multiply_add(z[1][0], z[1][1], z[1][2], z[1][3], key, low[2], high[2]);
-        multiply_add(z[1][0], z[1][1], z[1][2], z[1][3], key, low[1], high[1]);
-        multiply_add(z[0][0], z[0][1], z[0][2], z[0][3], key, low[0], high[0]);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int i = b * 16 + k * 8 + g;
-        if (i >= held_) continue;
-        const std::byte* row = this->staged_row(h, p, field.type);
-#pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          const float read = z[0][2 * k + q] + z[1][2 * k + q];
-          rest[2 * b + k][q] = fmaf(-before[i], read, load_either(field.type, row, i * geometry_.head_rows + q));
-        }
-      }
-    }
-    read_rows(place, s);
-    scale_rows({gate[0], gate[0]}, s);
-    release();
-    float w[kOwn], u[2] = {};
-    Row::spread(current_w(), g, w);
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e) {
-      u[0] = fmaf(s[0][e], w[e], u[0]), u[1] = fmaf(s[1][e], w[e], u[1]);
-    }
-#pragma unroll
-    for (int q = 0; q < 2; ++q) u[q] = this->value(r + q) - lane_sum<8, 4>(u[q]);
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      for (int m = 0; m < 8 && k * 8 + m < held_; ++m) {
-        const int j = k * 8 + m;
-        const float u0 = beta[j] * __shfl_sync(~0u, rest[k][0], m * 4 + lane_ % 4);
-        const float u1 = beta[j] * __shfl_sync(~0u, rest[k][1], m * 4 + lane_ % 4);
-        if (g == m) rest[k][0] = u0, rest[k][1] = u1;  // known now
-#pragma unroll
-        for (int q = k; q < kEach; ++q) {
-          const int i = q * 8 + g;
-          if (i > j && i < held_) {
-            const float product = feed[i * L + j];
-            rest[q][0] = fmaf(-product, u0, rest[q][0]);
-            rest[q][1] = fmaf(-product, u1, rest[q][1]);
-          }
-        }
-        u[0] = fmaf(-to_current[j], u0, u[0]);
-        u[1] = fmaf(-to_current[j], u1, u[1]);
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      u[q] *= gate[1];
-#pragma unroll
-      for (int e = 0; e < kOwn; ++e) s[q][e] = fmaf(u[q], w[e], s[q][e]);
-    }
-    // The fragments of u want row g where a lane has rows 2 t and 2 t + 1.
-    const auto* fragments = this->template in_flush<uint4>(geometry_.w) + lane_;
-#pragma unroll
-    for (int b = 0; b < kEach / 2; ++b) {
-      if (b >= blocks) break;
-      float factor[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int j = b * 16 + lane_ % 4 * 2 + k % 2 + k / 2 * 8, from = j % 8 * 4 + g / 2;
-        const float even = __shfl_sync(~0u, rest[2 * b + k / 2][0], from);
-        const float odd = __shfl_sync(~0u, rest[2 * b + k / 2][1], from);
-        factor[k] = j < held_ ? gate[4 + j] * (g % 2 == 0 ? even : odd) : 0.0f;
-      }
-      add_products(fragments + b * (N / 16) * 32, factor, {1, 1}, s);
     }
   }
 };

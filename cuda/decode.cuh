@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
   const Rows rows = tiles.order();
   __syncthreads();
   if (threadIdx.x >= kWorkers) {
-    set_registers<other_registers(Tiles::kWorkerRegisters), false>();
+    set_registers<kOtherRegisters, false>();
     const int other = static_cast<int>(threadIdx.x - kWorkers) / 32;
     if (other == 0) {
       Fetch<Tiles>(tiles).run();
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
     }
     return;
   }
-  set_registers<Tiles::kWorkerRegisters, true>();
-  if (threadIdx.x % 32 == 0) tiles.progress() = {0, 0, 0, static_cast<std::uint16_t>(threadIdx.x / 32), 0};
+  set_registers<kWorkerRegisters, true>();
+  if (threadIdx.x % 32 == 0) tiles.progress() = {0, 0, 0, threadIdx.x / 32};
   __syncwarp();
   for (;;) {
     tiles.forget();
@@ -228,8 +228,7 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(
     if (threadIdx.x % 32 == 0) {
       auto& progress = tiles.progress();
       const std::uint32_t done = progress.stage / 2, last = progress.brief / 2;
-      progress.turn = static_cast<std::uint16_t>(progress.turn + arguments.geometry.turns);
-      if (tiles.flushes()) ++progress.flushes;
+      progress.turn += static_cast<std::uint32_t>(arguments.geometry.turns);
       progress.stage = tiles.after(progress.stage, arguments.geometry.stages);
       if (tiles.of_stage(done).tiles == 1) {
         progress.brief = tiles.after(progress.brief, arguments.geometry.briefs);

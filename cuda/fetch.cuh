@@ -67,6 +67,7 @@ class Fetch : public TileType {
     const Geometry& g = geometry_;
     const auto P = static_cast<int>(step_.shape.head_dim);
     this->assign(this->of_stage(stage / 2));
+    __syncwarp();  // before lane 0 writes the next one there
     this->in_stage(stage / 2);
     const std::byte* from = this->out();
     const int y_bytes = bytes(step_.y_type);

@@ -74,11 +74,12 @@ struct Geometry {
   int ring_w = 0, ring_gain = 0, ring_log = 0, raw = 0, raw_gates = 0,
       raw_decays = 0;                                                   ///< in a brief: what Prepare reads,
   int gram = 0, gates = 0, vectors = 0, parts = 0, part_factors = 0;    ///< and what it leaves
+  int triangles = 0;                                                    ///< for closed loops
   int order_rows = 0;                                                   ///< rows that are put in order, or 0
   int brief = 0, order = 0, counts = 0, barriers = 0, assignments = 0;  ///< in a block, behind the stages,
   int progress = 0, position = 0;
-  int flush_bytes = 0, w = 0, keys = 0, products = 0;  ///< for flushes; flush_bytes: to their second places, or 0
-  int shared_bytes = 0;                                ///< 0: no layout fits
+  int w = 0, keys = 0, products = 0;  ///< what the workers arrange for flushes without matrix products
+  int shared_bytes = 0;               ///< 0: no layout fits
 };
 
 /// Heads in a run, so that a warp has a lane for each.
@@ -90,6 +91,10 @@ inline constexpr int kMostLength = 64;
 /// Stages of a block, and briefs.
 inline constexpr int kMostStages = 4, kMostBriefs = 3;
 inline constexpr int kAssignmentBytes = 32, kProgressBytes = 128, kPositionBytes = 32, kRawGatesBytes = 20;
+/// Between the rows of ring_w.
+inline constexpr int kRowGap = 16;
+/// Parts of a triangle, of 32 times 16 bytes, and the bytes of one with what lies behind it.
+inline constexpr int kTriangleParts = 3, kTriangleBytes = kTriangleParts * 512 + 64;
 /// Rows that the warps of a block rebuild at once.
 inline constexpr int kFlushRows = 64;
 /// Barriers of pieces that warps of a flush fetch themselves.
@@ -150,7 +155,9 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.stage_bytes = (at + 127) / 128 * 128;
 
   at = 0;
-  g.ring_w = take(records * N * f.w_bytes);
+  // Matrix products take records 16 at a time, in Mamba-2 with the token at hand.
+  const int rows_of_w = f.matrices ? (records + (f.delta ? 15 : 16)) / 16 * 16 : records;
+  g.ring_w = take(rows_of_w * (N * f.w_bytes + kRowGap));
   g.ring_gain = take(!f.delta || f.split ? run_heads * records * 4 : 0);
   g.ring_log = take(f.delta ? (f.column_decay ? N : run_heads) * records * 4 : 0);
   g.raw = take(N * f.vector_bytes);
@@ -165,6 +172,8 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.parts = f.column_decay ? take(parts) : g.vectors;
   g.part_factors = take(16);
   g.gram = take(outputs * g.slots * 4 + N * 2);
+  const int flush_heads = std::max(1, g.flush_run * tile / P);
+  g.triangles = take(solve && !f.column_decay ? flush_heads * kTriangleBytes : 0);
   g.brief_bytes = (at + 127) / 128 * 128;
 
   at = 0;
@@ -173,50 +182,36 @@ inline Geometry lay_out(const Step& step, const Footprint& f, int tile, int run,
   g.position = take(kPositionBytes);
   g.barriers = take((2 * kMostStages + 4 * kMostBriefs + 1 + kPieceBarriers) * 8);
   g.assignments = take((kMostBriefs + kMostStages) * kAssignmentBytes);
-  const int begin = at;
-  g.w = take(f.matrices ? (records + 16) / 16 * 16 * N * 2 : (records + 1) * N * 4);  // the token at hand may be in it
-  g.keys = take(!solve           ? 0
-                : f.matrices     ? (records + 15) / 16 * 16 * N * 2
-                : f.column_decay ? (records + 1) * N * 4
-                                 : 0);
-  g.products = take(solve ? g.heads * static_cast<int>(step.length * (step.length + 1)) * 4 : 0);
-  const int arrays = at - begin;
+  const bool arranged = step.length > 1 && !f.matrices, columns = solve && f.column_decay;
+  g.w = take(arranged ? (records + 1) * N * 4 : 0);  // the token at hand may be in it
+  g.keys = take(columns ? (records + 1) * N * 4 : 0);
+  g.products = take(columns ? static_cast<int>(step.length * step.length) * 4 : 0);
   g.order = at;
-  // What there should be room for, from the best: a brief in use and two in the making, what flushes arrange twice, so
-  // that some warps may begin the next while others are at one, and the list of rows in order. Of stages two at least,
-  // so that one is fetched while the other is read. What fits at all must not depend on how many rows there are.
+  // What there should be room for, from the best: a brief in use and two in the making, and the list of rows in order.
+  // Of stages two at least, so that one is fetched while the other is read. What fits at all must not depend on how
+  // many rows there are.
   const int order_rows = step.rows > kMostOrdered ? 0 : static_cast<int>(step.rows);
   struct Room {
     int stages;
     bool order;
     int briefs;
-    bool twice;
   };
-  static constexpr Room kRooms[] = {{2, true, 3, true},   {2, true, 3, false}, {2, true, 2, false},
-                                    {2, false, 2, false}, {1, true, 2, false}, {1, false, 2, false}};
-  // Measured: an eager step of 16 bits gains from a third stage more than from a third brief; where every u is solved
-  // for, flushes take so long that their arrays come before a brief, and with a read copy of 8 bits, whose anchor comes
-  // in many pieces, before a second stage.
-  static constexpr Room kEagerRooms[] = {{3, true, 3, true},  {3, true, 2, true},  {2, true, 3, true},
-                                         {2, true, 2, false}, {1, true, 2, false}, {1, false, 2, false}};
-  static constexpr Room kSolveRooms[] = {{2, true, 3, true},  {2, true, 2, true}, {2, true, 3, false},
-                                         {2, true, 2, false}, {1, true, 3, true}, {1, true, 2, false},
-                                         {1, false, 2, false}};
-  static constexpr Room kSolveBytesRooms[] = {
-      {2, true, 3, true}, {2, true, 2, true}, {1, true, 3, true}, {1, true, 2, false}, {1, false, 2, false}};
+  static constexpr Room kRooms[] = {{2, true, 3}, {2, true, 2}, {2, false, 2}, {1, true, 2}, {1, false, 2}};
+  // Measured: an eager step of 16 bits gains from a third stage more than from a third brief.
+  static constexpr Room kEagerRooms[] = {{3, true, 3}, {3, true, 2}, {2, true, 3},
+                                         {2, true, 2}, {1, true, 2}, {1, false, 2}};
   std::span<const Room> rooms(kRooms);
   if (eager && f.read_bytes == 2 && !f.split) rooms = kEagerRooms;
-  if (solve) rooms = f.read_bytes == 1 ? std::span<const Room>(kSolveBytesRooms) : std::span<const Room>(kSolveRooms);
   for (auto room = rooms.begin(); room != rooms.end() && g.stages == 0; ++room) {
     g.order_rows = room->order ? order_rows : 0;
+    // Rows that are not put in order flush in runs of any length.
+    if (solve && g.order_rows == 0 && g.run != g.flush_run) continue;
     g.briefs = room->briefs;
-    g.flush_bytes = room->twice ? arrays : 0;
-    const int block = at + g.flush_bytes + g.order_rows * 8 + g.briefs * g.brief_bytes;
+    const int block = at + g.order_rows * 8 + g.briefs * g.brief_bytes;
     const int stages = std::min(kMostStages, (shared_limit - block) / g.stage_bytes);
     if (stages >= room->stages) g.stages = stages;
   }
   if (g.stages < 1) return {};
-  g.order += g.flush_bytes;
   g.brief = g.stages * g.stage_bytes;
   const int block = g.brief + g.briefs * g.brief_bytes;
   for (int* offset :
@@ -244,20 +239,21 @@ inline Geometry plan(const Step& step, const Footprint& f, int blocks, int share
     const std::int64_t group_tiles = (f.column_decay ? P : group_rows) / tile;
     Geometry g = lay_out(step, f, tile, 1, shared_limit);
     if (g.shared_bytes == 0) continue;
-    // Runs of up to 128 KiB, as long as every block still gets several and they cost no stage.
+    // Runs of up to 128 KiB, as long as every block still gets several and they cost neither a stage nor the order.
     for (int run = 2; run <= std::min<std::int64_t>(group_tiles, kMostHeads); ++run) {
       const int rows = run * tile;
       if (group_tiles % run != 0 || (rows % P != 0 && P % rows != 0) || rows / P > kMostHeads) continue;
       if (all_rows / rows < kRunsABlock * blocks || rows * row_bytes > 128 * 1024) break;
       const Geometry longer = lay_out(step, f, tile, run, shared_limit);
-      if (longer.stages >= g.stages) g = longer;
+      if (longer.stages >= g.stages && longer.order_rows >= g.order_rows) g = longer;
     }
     // Warps wait for each other at flushes, which take kFlushRows rows at once; fewer than two stages leave nothing in
-    // flight while one is read, fewer than three briefs leave little time to prepare; tiles that are too few leave
-    // blocks idle.
+    // flight while one is read, fewer than three briefs leave little time to prepare; without an order flushes are
+    // not spread; tiles that are too few leave blocks idle.
     double score = static_cast<double>(tile) * tile / ((tile + kFlushRows - 1) / kFlushRows * kFlushRows);
     if (g.stages < 2) score *= f.delta && f.split ? 0.6 : 0.25;
     if (g.briefs < 3) score *= 0.9;
+    if (g.order_rows == 0 && step.rows <= kMostOrdered) score *= 0.5;
     const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;

@@ -173,11 +173,11 @@ struct Lay {
       decode_words<S, chunk_bytes>(load_words<chunk_bytes>(row + (c * lanes + l) * chunk_bytes), out + c * per_chunk);
     }
   }
-  /// Rounds x once into the format To and stores it.
+  /// Rounds x once into the format To and stores it. `quick`: whether the instructions that round are
+  /// right: no value is NaN, or of a scaled format, Divider::quick.
   template <Storage To>
-  __device__ static void write(std::byte* row, int l, const float (&x)[per_lane], const Divider& scale) {
+  __device__ static void write(std::byte* row, int l, const float (&x)[per_lane], const Divider& scale, bool quick) {
     constexpr int run = To == S ? per_chunk : 4, size = run * bytes(To);
-    const bool quick = plain<To>(x, scale);
     if (quick || To == Storage::fp32) {
 #pragma unroll
       for (int i = 0; i < per_lane; i += run) {
@@ -243,6 +243,40 @@ __device__ inline void multiply_add(float& d0, float& d1, float& d2, float& d3, 
       "%3};"
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+/// Four matrices [8, 8] of 16 bits. Lane 8 i + j has the address of row j of matrix i, 16 bytes; lane 4 g + t gets
+/// elements 2 t and 2 t + 1 of row g of each; transposed: of column g.
+template <bool transposed>
+__device__ inline uint4 load_matrices(const void* row) {
+  uint4 r;
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(shared_address(row)));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(shared_address(row)));
+  }
+  return r;
+}
+/// Transposes a matrix [8, 8] of 16 bits, of which lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+__device__ inline std::uint32_t transpose(std::uint32_t pair) {
+  std::uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+/// Two floats as three pairs of bf16 whose sum they are, cut off, not rounded, part by part: quicker. NaN for what is
+/// infinite.
+__device__ inline void cut_in_three(float x, float y, std::uint32_t (&parts)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const std::uint32_t a = __float_as_uint(x), b = __float_as_uint(y);
+    parts[i] = __byte_perm(a, b, 0x7632);
+    x -= __uint_as_float(a & 0xFFFF0000u);
+    y -= __uint_as_float(b & 0xFFFF0000u);
+  }
 }
 
 /// Two floats as three pairs of bf16 whose sum they are: 3 x 8 bits hold the 24 of a float. What is infinite stays so.

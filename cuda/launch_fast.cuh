@@ -183,7 +183,8 @@ cudaError_t launch_recurrence(const StepType& step, cudaStream_t stream) {
   const auto launch_if = [&]<int N>() {
     if (step.shape.state_dim == N) result = launch_width<recurrence, N>(step, stream);
   };
-  [&]<int... N>(std::integer_sequence<int, N...>) { (launch_if.template operator()<N>(), ...); }(FastStateDims{});
+  [&]<int... N>(std::integer_sequence<int, N...>) { (launch_if.template operator()<N>(), ...); }
+  (FastStateDims{});
   return result;
 }
 

@@ -2,7 +2,7 @@
 
 // What the heads of a run of tiles share, worked out once by one warp while others work on the tiles before.
 
-#include "cuda/tile.cuh"
+#include "cuda/triangle.cuh"
 
 namespace replayssm::cuda {
 
@@ -12,7 +12,7 @@ namespace replayssm::cuda {
 /// Vectors left in the brief: Mamba-2 C, B; Gated DeltaNet q, k and, where the state is split, k as the ring will hold
 /// it, all normalised. KDA the same times e^G, then q, e^G, k and the token's log decay as they are.
 template <class TileType>
-class Prepare : public TileType {
+class Prepare : public Triangle<TileType> {
   using T = TileType;
   using T::at_, T::brief_, T::flush_, T::geometry_, T::group, T::heads, T::records, T::head_, T::held_, T::lane_,
       T::step_;
@@ -23,7 +23,7 @@ class Prepare : public TileType {
   static constexpr int kAtOnce = 4;
 
  public:
-  __device__ explicit Prepare(const T& tile) : T(tile) {}
+  __device__ explicit Prepare(const T& tile) : Triangle<TileType>(tile) {}
 
   /// Prepares every kPreparers-th run, from number `first` on, until there are no more.
   __device__ void run(int first) {
@@ -48,6 +48,14 @@ class Prepare : public TileType {
         if (needs_products()) multiply_records();
         this->launder();
         weigh_records();
+        if (flush_ && this->matrices()) {
+          this->launder();
+          this->order_records();
+          if constexpr (kDelta && kSplit) {
+            this->launder();
+            this->make_triangles();
+          }
+        }
       }
       __syncwarp();
       arrive(this->ready(number));
@@ -152,10 +160,9 @@ class Prepare : public TileType {
 
   /// The lane's part of a record's w, the token's own at place `held`; 0 behind it.
   __device__ void record_w(int j, float (&w)[kEach]) const {
-    const std::byte* ring = this->template in_brief<std::byte>(geometry_.ring_w);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) w[e] = j == held_ ? vector_[1][e] : 0.0f;
-    if (j < held_) load_run(step_.ring.w.type, ring, j * N + lane_ * kEach, w);
+    if (j < held_) load_run(step_.ring.w.type, this->ring_w(j), lane_ * kEach, w);
   }
 
   // ---- one decay a head ---------------------------------------------------------------------------------------------
@@ -210,6 +217,7 @@ class Prepare : public TileType {
   __device__ void matrix_products() const {
     const int g = lane_ / 4, t = lane_ % 4;
     const auto* ring = this->template in_brief<std::byte>(geometry_.ring_w) + t * 16;
+    constexpr int kPitch = 2 * N + kRowGap;
     const auto* raw = this->template in_brief<std::byte>(geometry_.raw) + t * 16;
     const auto* stored = reinterpret_cast<const std::byte*>(gram() + kVectors * geometry_.slots);
     if constexpr (kVectors == 3) {
@@ -218,7 +226,7 @@ class Prepare : public TileType {
     }
     const std::byte* column = g < 2 ? raw + g * 2 * N : g < kVectors ? stored + t * 16 : nullptr;
     for (int base = 0; base <= held_; base += 16) {
-      const auto row = [&](int j) { return j < held_ ? ring + j * 2 * N : j == held_ ? raw + 2 * N : nullptr; };
+      const auto row = [&](int j) { return j < held_ ? ring + j * kPitch : j == held_ ? raw + 2 * N : nullptr; };
       const std::byte *near = row(base + g), *far = row(base + g + 8);
       float d[4] = {};
 #pragma unroll

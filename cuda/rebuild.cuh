@@ -13,7 +13,8 @@ class Rebuild : public ClosedLoop<TileType> {
   using R = Records<TileType>;
   using C = ClosedLoop<TileType>;
   using C::solve_columns, C::solve_matrices;
-  using R::add_matrices, R::add_record, R::current_w, R::decay_columns, R::own, R::read_rows, R::scale_rows, R::wide_w;
+  using R::add_current, R::add_matrices, R::add_record, R::decay_columns, R::own, R::read_current, R::read_rows,
+      R::scale_rows, R::wide_w;
   using R::kOwn, R::kRows, R::kSolve, R::N;
   using T::at_, T::flush_, T::geometry_, T::head_, T::held_, T::lane_, T::shared_, T::step_, T::warp_;
   using typename R::Row;
@@ -24,35 +25,20 @@ class Rebuild : public ClosedLoop<TileType> {
 
   __device__ void run() {
     const Geometry& g = geometry_;
-    const bool matrices = this->matrices();
-    if constexpr (kSolve && !kColumns) {
-      if (held_ > 0) {
-        this->arrange_products();
-        this->arrange_keys();
-        this->arrange_matrices();
-      }
-    } else if (matrices) {
-      this->arrange_matrices();
-    } else {
+    const bool matrices = this->matrices(), arranged = !matrices && held_ > 0;
+    if (arranged) {
       this->arrange_records();
+      if constexpr (kSolve && kColumns) {
+        this->arrange_current();
+        this->arrange_column_products();
+      }
+      sync_threads<kWorkers>();
     }
-    if constexpr (kSolve && kColumns) {
-      this->arrange_current();
-      this->arrange_column_products();
-    }
-    sync_threads<kWorkers>();
     constexpr int kTogether = kWarps * kRows;
     if constexpr (!kSplit) {
-      if (matrices) {
-        for (int r0 = warp_ * kRows; r0 < g.tile; r0 += kTogether) {
-          this->launder();
-          batch<true>(r0, r0, [] {});
-        }
-      } else {
-        for (int r0 = warp_ * kRows; r0 < g.tile; r0 += kTogether) {
-          this->launder();
-          batch<false>(r0, r0, [] {});
-        }
+      for (int r0 = warp_ * kRows; r0 < g.tile; r0 += kTogether) {
+        this->launder();
+        batch_of(matrices, r0, r0, [] {});
       }
     } else if (g.piece % kTogether == 0 && g.piece / kTogether <= kOwnPieces) {
       // The buffer has places for a number of batches of every warp. As soon as a warp has read one, it fetches the
@@ -98,8 +84,8 @@ class Rebuild : public ClosedLoop<TileType> {
         }
       }
     }
-    // Without a second place for what the next flush arranges, it has to wait for this one.
-    if (g.flush_bytes == 0) sync_threads<kWorkers>();
+    // What was arranged is read until here.
+    if (arranged) sync_threads<kWorkers>();
   }
 
  private:
@@ -142,11 +128,11 @@ class Rebuild : public ClosedLoop<TileType> {
       const auto matrix_row = [&] { return this->staged_row(h, r0 - h * g.head_rows + own(), field.type); };
       if constexpr (!kDelta) {
         if constexpr (matrices) {
-          add_matrices(gate, matrix_row(), r0 + own(), field.type, factor, s);
+          add_matrices(gate, matrix_row(), field.type, gate[4 + held_] * this->value(r0 + own()), factor, s);
         } else {
           scale_rows(factor, s);
           add_wide(gate, h, p, field, s);
-          add_record(wide_w(held_), gate[4 + held_] * this->value(r), gate[4 + held_] * this->value(r + 1), s);
+          add_current(gate[4 + held_], {this->value(r), this->value(r + 1)}, s);
         }
       } else {
         scale_rows(factor, s);
@@ -155,17 +141,17 @@ class Rebuild : public ClosedLoop<TileType> {
         solve_current(gate, h, p, field, s, u);
         add_current(gate[4 + held_], u, s);
         if constexpr (matrices) {
-          add_matrices(gate, matrix_row(), r0 + own(), field.type, {1, 1}, s);
+          add_matrices(gate, matrix_row(), field.type, 0, {1, 1}, s);
         } else {
           add_wide(gate, h, p, field, s);
         }
       }
     }
-    read_out(h, r, s);
-    store_rows<T::Anchor>(step_.state, r, s);
+    const float2 witness = read_out(h, r, s);
+    store_rows<T::Anchor>(step_.state, r, s, witness);
     // Of an fp32 anchor s is what was stored.
     static_assert(!kSplit || T::Anchor == Storage::fp32);
-    if constexpr (kSplit) store_rows<T::Read>(step_.read, r, s);
+    if constexpr (kSplit) store_rows<T::Read>(step_.read, r, s, witness);
   }
 
   /// s += w u over all records, in fp32.
@@ -178,24 +164,11 @@ class Rebuild : public ClosedLoop<TileType> {
     }
   }
 
-  /// s += weight u w for the token at hand.
-  __device__ void add_current(float weight, const float (&u)[2], float (&s)[2][kOwn]) const {
-    float w[kOwn];
-    Row::spread(current_w(), own(), w);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int e = 0; e < kOwn; ++e) s[i][e] = fmaf(weight * u[i], w[e], s[i][e]);
-    }
-  }
-
   /// u of the token at hand from the decayed checkpoint and the cached u; each lane of a row adds some records.
   __device__ void solve_current(const float* gate, int h, int p, const RingField& field, const float (&s)[2][kOwn],
                                 float (&u)[2]) const {
-    float key[kOwn], z[2] = {};
-    Row::spread(current_w(), own(), key);
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e) z[0] = fmaf(s[0][e], key[e], z[0]), z[1] = fmaf(s[1][e], key[e], z[1]);
+    float z[2] = {};
+    read_current(s, z);
     const float* weight = gate + 4 + 2 * geometry_.slots;
     const std::byte* row = this->staged_row(h, p, field.type);
     for (int j = own(); j < held_; j += 8) {
@@ -206,8 +179,8 @@ class Rebuild : public ClosedLoop<TileType> {
     for (int i = 0; i < 2; ++i) u[i] = gate[1] * (u[i] - lane_sum<8, 4>(z[i]));
   }
 
-  /// y = S c + D x from the unrounded state.
-  __device__ void read_out(int h, int r, const float (&s)[2][kOwn]) const {
+  /// y = S c + D x from the unrounded state. Returns the lane's parts of it, which are NaN where an element is.
+  __device__ float2 read_out(int h, int r, const float (&s)[2][kOwn]) const {
     float c[kOwn], y[4] = {};
     Row::spread(this->vector(kColumns ? T::kVectors : 0), own(), c);
 #pragma unroll
@@ -222,10 +195,11 @@ class Rebuild : public ClosedLoop<TileType> {
       const int i = own() / 4;
       this->write_y(r + i, this->with_skip(this->gates(h), this->value(r + i), mine));
     }
+    return make_float2(rows[0], rows[1]);
   }
 
   template <Storage S>
-  __device__ void store_rows(const StatePool& pool, int r, const float (&s)[2][kOwn]) const {
+  __device__ void store_rows(const StatePool& pool, int r, const float (&s)[2][kOwn], float2 witness) const {
     float largest[2] = {};
     if constexpr (scaled(S)) {
 #pragma unroll
@@ -242,7 +216,9 @@ class Rebuild : public ClosedLoop<TileType> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Divider scale(scaled(S) ? row_scale<S>(largest[i]) : 1.0f);
-      Row::template write<S>(to + i * N * bytes(S), own(), s[i], scale);
+      // The instructions that round lose the sign and payload of a NaN.
+      const float any = i == 0 ? witness.x : witness.y;
+      Row::template write<S>(to + i * N * bytes(S), own(), s[i], scale, scaled(S) ? scale.quick : any == any);
       if (scaled(S) && own() == i) this->scales(pool)[r + i] = scale.d;
     }
   }

@@ -202,7 +202,7 @@ class Runs : public TileType {
     };
     copy_row(g.raw, this->c_input(), group * N);
     copy_row(g.raw + N * bytes(this->c_input().type), this->w_input(), group * N);
-    if (held_ > 0) copy(g.ring_w, at_.records(step_.ring.w, group, N), held_ * N * bytes(step_.ring.w.type));
+    copy_records(at_.records(step_.ring.w, group, N));
     if constexpr (kColumns) {
       copy_row(g.raw_decays, step_.gate, head_ * N);
       if (held_ > 0) copy(g.ring_log, at_.records(step_.ring.log_decay, head_, N), held_ * N * 4);
@@ -223,6 +223,16 @@ class Runs : public TileType {
     close_copies();
   }
 
+  /// Starts copying the live records of w.
+  __device__ void copy_records(const std::byte* from) const {
+    const int row = N * bytes(step_.ring.w.type), size = held_ * row;
+    std::byte* to = this->ring_w(0);
+#pragma unroll 4
+    for (int i = lane_ * 16; i < size; i += 512) {
+      const int j = row == N * 2 ? i / (N * 2) : i / (N * 4);
+      copy_async<16>(to + i + j * kRowGap, from + i);
+    }
+  }
   /// Starts copying `size` bytes, a multiple of 16, to an offset in the brief.
   __device__ void copy(int offset, const std::byte* from, int size) const {
 #pragma unroll 4

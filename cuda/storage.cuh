@@ -220,8 +220,8 @@ __device__ inline float larger(float a, float b) {
   return r;
 }
 
-/// Codes of 4 numbers in bytes(S) words of 8 bits each, where the instructions that round are right: plain() says so,
-/// or for scaled storages, of quotients by a scale, Divider::quick.
+/// Codes of 4 numbers in bytes(S) words of 8 bits each, where the instructions that round are right: none is NaN,
+/// whose sign and payload they lose, or of scaled storages, quotients by a scale that is Divider::quick.
 template <Storage S>
 __device__ inline Words<4 * bytes(S)> encode_four(const float* q) {
   Words<4 * bytes(S)> r;
@@ -252,23 +252,6 @@ __device__ inline Words<4 * bytes(S)> encode_four(const float* q) {
     r.w[0] = __byte_perm(__byte_perm(u[0], u[1], 0x0040), __byte_perm(u[2], u[3], 0x0040), 0x5410);
   }
   return r;
-}
-
-/// Whether a row, or a lane's part of it, can be rounded by instructions alone.
-template <Storage S, int Count>
-__device__ inline bool plain(const float (&x)[Count], const Divider& scale) {
-  if constexpr (scaled(S)) {
-    return scale.quick;
-  } else if constexpr (S == Storage::fp32) {
-    return true;
-  } else {
-    // NaN, for the instructions lose its sign and payload; 0 x is NaN for infinities too, which is no harm.
-    float odd[4] = {};
-#pragma unroll
-    for (int i = 0; i < Count; ++i) odd[i % 4] = fmaf(0.0f, x[i], odd[i % 4]);
-    const float any = odd[0] + odd[1] + (odd[2] + odd[3]);
-    return any == any;
-  }
 }
 
 /// The codes of any four numbers, or of their quotients by a scale, 0 where that is NaN. Apart, so that it does not

@@ -15,15 +15,11 @@ inline constexpr int kWorkers = 32 * kWarps, kThreads = kWorkers + 32 * (2 + kPr
 inline constexpr int kResident = 2;
 /// Registers of a thread that works: more than it began with, and what that leaves the others. It takes groups of four
 /// warps, and a target that has the instruction. Chosen so that working threads keep nothing in local memory, which is
-/// behind a cache that shared memory leaves little of; where that cannot be, by measurement.
-REPLAYSSM_HOST_DEVICE constexpr int worker_registers(bool delta, bool split, Storage read) {
-  return !delta && (split ? bytes(read) == 2 : read == Storage::bf16) ? 96 : 88;
-}
-REPLAYSSM_HOST_DEVICE constexpr int other_registers(int of_workers) {
-  constexpr int kBegin = 65536 / kResident / kThreads / 8 * 8;
-  static_assert(kWarps % 4 == 0 && kThreads % 128 == 0);
-  return (kThreads * kBegin - kWorkers * of_workers) / (kThreads - kWorkers) / 8 * 8;
-}
+/// behind a cache that shared memory leaves little of.
+inline constexpr int kWorkerRegisters = 88, kBeginRegisters = 65536 / kResident / kThreads / 8 * 8;
+inline constexpr int kOtherRegisters =
+    (kThreads * kBeginRegisters - kWorkers * kWorkerRegisters) / (kThreads - kWorkers) / 8 * 8;
+static_assert(kWarps % 4 == 0 && kThreads % 128 == 0);
 /// Pieces of an anchor that a warp may have on their way.
 inline constexpr int kOwnPieces = 2;
 static_assert(kPieceBarriers == kOwnPieces * kWarps);
@@ -53,7 +49,11 @@ class Tile {
   static constexpr bool kDelta = is_delta_rule(recurrence), kColumns = has_column_decay(recurrence);
   using StepType = std::conditional_t<kDelta, DeltaStep, Mamba2Step>;
   static constexpr int kVectors = output_vectors(kDelta, Split);
-  static constexpr int kWorkerRegisters = worker_registers(kDelta, Split, Read);
+  /// How flushes take the rows of checkpoints and anchors.
+  using AnchorRow = Lay<N, Anchor, 8>;
+  /// Records of matrix products behind the live ones: in Mamba-2 the token at hand; in the delta rule none, as
+  /// normalisation leaves its key in fp32.
+  static constexpr int kMatrixExtra = kDelta ? 0 : 1;
 
   /// Memory: of the block.
   __device__ Tile(const Arguments<StepType>& arguments, std::byte* memory)
@@ -89,7 +89,7 @@ class Tile {
   struct Progress {
     std::uint32_t stage, brief;  ///< twice the number, and the phase of its barriers
     std::uint32_t piece_phases;  ///< see Rebuild
-    std::uint16_t turn, flushes;
+    std::uint32_t turn;
   };
   __device__ Progress& progress() const { return in_block<Progress>(geometry_.progress)[warp_]; }
   __device__ int thread() const { return 32 * warp_ + lane_; }
@@ -160,11 +160,6 @@ class Tile {
   __device__ T* in_block(int offset) const {
     return reinterpret_cast<T*>(memory_ + offset);
   }
-  /// What a flush arranges for itself, of two places that it uses by turns.
-  template <class T>
-  __device__ T* in_flush(int offset) const {
-    return in_block<T>(offset + (progress().flushes % 2 == 0 ? 0 : geometry_.flush_bytes));
-  }
   __device__ Tickets* tickets() const { return static_cast<Tickets*>(step_.workspace); }
   __device__ std::uint64_t* barriers() const { return reinterpret_cast<std::uint64_t*>(memory_ + geometry_.barriers); }
 
@@ -175,6 +170,22 @@ class Tile {
   }
   __device__ int group() const { return geometry_.by_group.quotient(head_); }
   __device__ int records() const { return static_cast<int>(step_.length) - 1; }
+  /// The w of record j of the run: rows that are 16 bytes apart beyond their length, so that the same places of
+  /// neighbouring ones lie in different banks.
+  __device__ std::byte* ring_w(int j) const {
+    return in_brief<std::byte>(geometry_.ring_w) + j * (N * bytes(step_.ring.w.type) + kRowGap);
+  }
+  /// Whether a flush takes its records in as matrix products, for which their w has to be exact in bf16. Prepare leaves
+  /// the rows of ring_w() in the order that Triangle::order_records() says then, zeros behind the live ones.
+  __device__ bool matrices() const {
+    return !kColumns && held_ > 0 && step_.ring.w.type == Scalar::bf16 && (kDelta || w_input().type == Scalar::bf16);
+  }
+  /// Of head h of the tile, where every u is solved for: the triangle in parts (triangle.cuh), and behind it
+  /// e^{g_0 + ... + g_i} of record i.
+  __device__ uint4* triangle(int h) const {
+    return reinterpret_cast<uint4*>(in_brief<std::byte>(geometry_.triangles) + of_run(h) * kTriangleBytes);
+  }
+  __device__ float* before(int h) const { return reinterpret_cast<float*>(triangle(h) + kTriangleParts * 32); }
   /// What head number h of the run has as gates, as it lies in memory: dt or the gate, and beta; and the parameters.
   struct RawGates {
     std::uint32_t gate, gain;
