@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -75,7 +76,7 @@ class SpeculativeState {
   void rollback(std::int64_t n);
 
   const RecurrenceShape& shape() const { return state_.shape(); }
-  const Policy& policy() const { return policy_; }
+  const Policy& policy() const { return state_.policy_; }
   const Speculation& room() const { return room_; }
   const SpeculationStatus& status() const { return at_; }
   /// What went out of range, of committed tokens and flushes alone.
@@ -102,17 +103,23 @@ class SpeculativeState {
   void restore(std::span<const std::byte> bytes);
 
  private:
-  std::int64_t slot(std::int64_t record) const { return (at_.origin + record) % room_.slots; }
-  const State<Real>& latest() const;
+  template <class>
+  friend class SpeculativePool;
+  std::size_t slot(std::int64_t record) const { return static_cast<std::size_t>((at_.origin + record) % room_.slots); }
+  const State<Real>& after(std::int64_t records) const;
+  const State<Real>& latest() const { return after(at_.held); }
+  void drop_snapshots(std::int64_t first, std::int64_t last);
+  void check_window(std::int64_t tokens) const;
   void fold(int threads);
+  void hold(std::int64_t records);
+  template <class Archive>
+  void archive(Archive& archive);
 
-  Policy policy_;
-  StatePlace place_;
   Speculation room_;
   SpeculationStatus at_;
-  bool snapshots_kept_;
-  State<Real> state_;                   // with its ring; of an eager state, the one that the snapshots start from
-  std::vector<State<Real>> snapshots_;  // of an eager state: [slots], behind the token of each slot
+  bool eager_;         // of length 1: snapshots in the place of records
+  State<Real> state_;  // with its ring; of an eager state the one behind the tokens that are held no more
+  std::vector<std::optional<State<Real>>> snapshots_;  // of an eager state: [slots], those of live tokens
 };
 
 }  // namespace replayssm
