@@ -92,8 +92,13 @@ void SpeculativeState<Real>::verify(const LayerInputs<Real>& inputs, Real* y, st
 }
 
 template <class Real>
-void SpeculativeState<Real>::accept(std::int64_t n) {
+void SpeculativeState<Real>::check_accept(std::int64_t n) const {
   if (n < 0 || n > at_.pending) fail("accept: ", n, " tokens of the ", at_.pending, " that wait for it");
+}
+
+template <class Real>
+void SpeculativeState<Real>::accept(std::int64_t n) {
+  check_accept(n);
   drop_snapshots(at_.held + n, at_.held + at_.pending);
   at_.pending = 0;
   at_.accepted += n;
@@ -141,6 +146,17 @@ void SpeculativeState<Real>::set(const Real* state) {
 template <class Real>
 void SpeculativeState<Real>::clear() {
   *this = SpeculativeState(shape(), policy(), room_, state_.place_);
+}
+
+/// Takes over all that another of the same kind holds, but its place.
+template <class Real>
+void SpeculativeState<Real>::copy(const SpeculativeState& from) {
+  const StatePlace own = state_.place_;
+  *this = from;
+  state_.place_ = own;
+  for (auto& snapshot : snapshots_) {
+    if (snapshot) snapshot->place_ = own;
+  }
 }
 
 template class SpeculativeState<float>;

@@ -163,6 +163,7 @@ class State<Real>::Engine {
 
   /// A flush after the last token.
   void fold() {
+    if (head_.held == 0) return;
     head_.anchor = effective(head_.held);
     store_checkpoint(-1);
   }
@@ -674,9 +675,9 @@ void State<Real>::store_together(int threads) {
 
 template <class Real>
 void State<Real>::fold(int threads) {
-  if (held() == 0) return;
+  const bool together = joins_heads_ && held() > 0;
   for_heads(threads, [](auto& engine, std::size_t) { engine.fold(); });
-  if (joins_heads_) store_together(threads);
+  if (together) store_together(threads);
 }
 
 template <class Real>

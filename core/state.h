@@ -56,7 +56,9 @@ class State {
   /// the residuals. The count of tokens goes on.
   void set(const Real* state);
   /// What a flush after the last record would rebuild, unrounded: [head_dim, state_dim].
-  std::vector<Real> effective(std::int64_t head) { return effective(head, held()); }
+  std::vector<Real> effective(std::int64_t head) {
+    return effective(head, heads_[static_cast<std::size_t>(head)].held);
+  }
   /// A flush between tokens: S0 <- Q(effective) of every head, and the ring is empty. It draws as the last token;
   /// nothing happens where the ring is empty already.
   void fold(int threads = 1);
