@@ -10,9 +10,11 @@
 #include <variant>
 #include <vector>
 
+#include "core/error.h"
 #include "core/policy.h"
 #include "core/recurrence.h"
 #include "core/safetensors.h"
+#include "core/speculative.h"
 #include "core/state.h"
 
 namespace replayssm {
@@ -30,6 +32,14 @@ struct Tensor {
   Tensor range(std::int64_t first, std::int64_t count) const {
     return {storage, offset + first * stride, count, columns, stride};
   }
+};
+
+/// The inputs [K - 1 + spare, channels] of a short convolution so far, the newest last. The next token needs K - 1 of
+/// them; behind those it keeps the inputs of up to `history` tokens more, so that as many tokens can be taken back.
+struct ConvWindow {
+  Tensor inputs;
+  std::int64_t history = 0;
+  std::int64_t spare = 0;
 };
 
 /// Keys and values of the tokens so far, [capacity, kv_heads head_dim] each.
@@ -64,10 +74,18 @@ struct DeltaCall {
 /// What one call of a layer brings to its recurrence. Holding one keeps its tensors alive.
 using RecurrenceCall = std::variant<Mamba2Call, DeltaCall>;
 
-/// A State in the backend's precision.
+/// A State in the backend's precision, or a SpeculativeState.
 class RecurrentState {
  public:
   virtual ~RecurrentState() = default;
+
+  // Of a speculative state, which advance() gives a window to verify; see SpeculativeState. Others throw Error.
+  /// Commits the first n tokens of the window.
+  virtual void accept(std::int64_t) { not_speculative("accept"); }
+  /// Takes back the last n committed tokens.
+  virtual void rollback(std::int64_t) { not_speculative("rollback"); }
+  virtual SpeculationStatus speculation() const { not_speculative("speculation"); }
+
   virtual RangeEvents events() const = 0;
   /// Records in the ring.
   virtual std::int64_t held() const = 0;
@@ -78,6 +96,11 @@ class RecurrentState {
   virtual std::vector<double> checkpoint() const = 0;
   /// and what output-only steps read: the read copy of a split state, else the checkpoint.
   virtual std::vector<double> read_copy() const = 0;
+
+ private:
+  [[noreturn]] static void not_speculative(const char* call) {
+    fail(call, "(): the recurrent state is not a speculative one; Backend::new_speculative_state() makes those");
+  }
 };
 
 /// Parts of a relative L2 error.
@@ -111,10 +134,10 @@ class Backend {
   /// x / sqrt(mean(x^2) + epsilon) over groups of `group` columns, times the weight [group] or [columns].
   virtual Tensor rms_norm(const Tensor& x, const TensorView& weight, double epsilon, NormWeight kind,
                           std::int64_t group) = 0;
-  /// silu(bias + sum_k w[c, k] x[t - K + 1 + k, c]) per channel; weight [channels, 1, K]. `window` [K - 1, channels]
-  /// holds the inputs before x (zeros at first; made here when empty) and is moved on.
+  /// silu(bias + sum_k w[c, k] x[t - K + 1 + k, c]) per channel; weight [channels, 1, K]. `window` holds the inputs
+  /// before x (K - 1 rows of zeros at first; made here when empty) and is moved on.
   virtual Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias,
-                                  Tensor& window) = 0;
+                                  ConvWindow& window) = 0;
   /// x *= silu(gate).
   virtual void multiply_silu(Tensor& x, const Tensor& gate) = 0;
   /// x *= sigmoid(gate).
@@ -132,7 +155,13 @@ class Backend {
   /// The zero state. `place` is what stochastic rounding draws from.
   virtual std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy,
                                                     const StatePlace& place = {}) = 0;
-  /// Advances a state by the tokens of the call; returns y = S c before D x, [tokens, heads head_dim].
+  /// The zero state of a SpeculativeState. Throws Error where the backend has none.
+  virtual std::unique_ptr<RecurrentState> new_speculative_state(const RecurrenceShape&, const Policy&,
+                                                                const Speculation&, const StatePlace& = {}) {
+    fail("this backend keeps no speculative states");
+  }
+  /// Advances a state by the tokens of the call; returns y = S c before D x, [tokens, heads head_dim]. A speculative
+  /// state verifies them.
   virtual Tensor advance(RecurrentState& state, const RecurrenceCall& call) = 0;
 
   /// sum (x - reference)^2 and sum reference^2 in binary64.

@@ -29,7 +29,62 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return text + "]";
 }
 
+/// Takes the last n tokens out of all that a layer keeps beside its recurrent state.
+void shorten(LayerCache& cache, std::int64_t n) {
+  ConvWindow& window = cache.conv_window;
+  if (window.inputs.storage) {
+    window.inputs = window.inputs.range(0, window.inputs.rows - n);
+    window.spare -= n;
+  }
+  if (cache.attention.keys.storage) cache.attention.length -= n;
+  cache.position -= n;
+  cache.committed = cache.position;
+}
+
+/// That the convolution of layer i has kept the inputs of n tokens.
+void check_window(const LayerCache& cache, std::size_t i, const std::string& call, std::int64_t n) {
+  const ConvWindow& window = cache.conv_window;
+  if (window.inputs.storage && n > window.spare) {
+    fail(call, ": the convolution of layer ", i, " keeps ", window.spare, " tokens that can be taken back, not ", n,
+         "; its history is ", window.history);
+  }
+}
+
 }  // namespace
+
+void accept(std::span<LayerCache> layers, std::int64_t n) {
+  const std::string call = "accept(" + std::to_string(n) + ")";
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const LayerCache& cache = layers[i];
+    const std::int64_t pending = cache.position - cache.committed, first = layers[0].position - layers[0].committed;
+    const std::int64_t verified = cache.state ? cache.state->speculation().pending : pending;
+    if (n < 0 || n > pending) fail(call, ": ", pending, " tokens wait for it");
+    if (pending != first) fail(call, ": ", pending, " tokens wait for it in layer ", i, ", ", first, " in layer 0");
+    if (pending != verified) fail(call, ": layer ", i, " has seen ", pending, " tokens, its state ", verified);
+    check_window(cache, i, call, pending - n);
+  }
+  for (LayerCache& cache : layers) {
+    if (cache.state) cache.state->accept(n);
+    shorten(cache, cache.position - cache.committed - n);
+  }
+}
+
+void rollback(std::span<LayerCache> layers, std::int64_t n) {
+  const std::string call = "rollback(" + std::to_string(n) + ")";
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const LayerCache& cache = layers[i];
+    const std::int64_t held = cache.state ? cache.state->speculation().held : cache.committed;
+    if (cache.position != cache.committed) {
+      fail(call, ": ", cache.position - cache.committed, " tokens of layer ", i, " wait for accept()");
+    }
+    if (n < 0 || n > held) fail(call, ": layer ", i, " can take back ", held, " tokens, down to its checkpoint");
+    check_window(cache, i, call, n);
+  }
+  for (LayerCache& cache : layers) {
+    if (cache.state) cache.state->rollback(n);
+    shorten(cache, n);
+  }
+}
 
 std::unique_ptr<Model> Model::open(const std::filesystem::path& folder) {
   const Config config = Config::open(folder);

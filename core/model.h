@@ -13,14 +13,31 @@
 namespace replayssm {
 
 /// What a layer keeps between calls, for one stream and one sequence.
+///
+/// Speculative decoding: give every SSM layer a state of Backend::new_speculative_state() with one and the same
+/// Speculation, and every cache `conv_window.history = committed` of it. Then, for each window of tokens,
+///
+///     model.forward(backend, i, x, caches[i])    for every layer i; its SSM layers verify
+///     accept(caches, n)                          commits the first n tokens, in every layer
+///
+/// and rollback(caches, n) takes back committed ones. A prompt goes the same way, in windows that are accepted whole.
 struct LayerCache {
   std::unique_ptr<RecurrentState> state;  ///< of an SSM layer; made by the caller, whose policy it has
-  Tensor conv_window;
+  ConvWindow conv_window;
   AttentionCache attention;
   std::int64_t position = 0;           ///< tokens seen
+  std::int64_t committed = 0;          ///< of them that accept() was called for; of no meaning elsewhere
   std::optional<RecurrenceCall> call;  ///< of the last call of an SSM layer
   Tensor readout;  ///< of the last call of an SSM layer: y = S c before D x, [tokens, heads head_dim]
 };
+
+/// Commits the first n tokens that forward() has brought through all layers of a model since the last accept(), and
+/// takes the others out of its states, convolutions and attention caches. Throws Error, and changes nothing, unless all
+/// layers wait for the same number of tokens and n is at most that.
+void accept(std::span<LayerCache> layers, std::int64_t n);
+/// Takes the last n committed tokens out of all layers. Throws Error, and changes nothing, where a layer does not reach
+/// back that far, or tokens wait for accept().
+void rollback(std::span<LayerCache> layers, std::int64_t n);
 
 /// One layer of a model as users see it.
 struct LayerInfo {

@@ -39,34 +39,67 @@ Real* scratch(std::int64_t count) {
   return reinterpret_cast<Real*>(memory.data());
 }
 
+/// What advance() needs of a state, whatever its kind.
 template <class Real>
-class ReferenceState : public RecurrentState {
+class HostState : public RecurrentState {
  public:
-  ReferenceState(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place)
-      : state(shape, policy, place) {}
-  RangeEvents events() const override { return state.events(); }
-  std::int64_t held() const override { return state.held(); }
+  virtual const RecurrenceShape& shape() const = 0;
+  virtual void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) = 0;
+};
+
+/// A State or a SpeculativeState.
+template <class Real, class Kept>
+class ReferenceState : public HostState<Real> {
+ public:
+  template <class... Made>
+  explicit ReferenceState(const Made&... made) : state_(made...) {}
+  RangeEvents events() const override { return state_.events(); }
   std::vector<double> effective() override {
-    return all_heads([this](std::int64_t h) { return state.effective(h); });
+    return all_heads([this](std::int64_t h) { return state_.effective(h); });
   }
   std::vector<double> checkpoint() const override {
-    return all_heads([this](std::int64_t h) { return state.checkpoint(h); });
+    return all_heads([this](std::int64_t h) { return state_.checkpoint(h); });
   }
   std::vector<double> read_copy() const override {
-    return all_heads([this](std::int64_t h) { return state.read_copy(h); });
+    return all_heads([this](std::int64_t h) { return state_.read_copy(h); });
   }
+  const RecurrenceShape& shape() const override { return state_.shape(); }
 
-  State<Real> state;
+ protected:
+  Kept state_;
 
  private:
   template <class HeadState>
   std::vector<double> all_heads(HeadState&& head_state) const {
     std::vector<double> all;
-    for (std::int64_t h = 0; h < state.shape().heads; ++h) {
+    for (std::int64_t h = 0; h < shape().heads; ++h) {
       const std::vector<Real>& one = head_state(h);
       all.insert(all.end(), one.begin(), one.end());
     }
     return all;
+  }
+};
+
+template <class Real>
+class PlainState : public ReferenceState<Real, State<Real>> {
+ public:
+  using ReferenceState<Real, State<Real>>::ReferenceState;
+  std::int64_t held() const override { return this->state_.held(); }
+  void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) override {
+    this->state_.advance(inputs, y, y_stride, threads);
+  }
+};
+
+template <class Real>
+class VerifiedState : public ReferenceState<Real, SpeculativeState<Real>> {
+ public:
+  using ReferenceState<Real, SpeculativeState<Real>>::ReferenceState;
+  void accept(std::int64_t n) override { this->state_.accept(n); }
+  void rollback(std::int64_t n) override { this->state_.rollback(n); }
+  SpeculationStatus speculation() const override { return this->state_.status(); }
+  std::int64_t held() const override { return speculation().held; }
+  void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) override {
+    this->state_.verify(inputs, y, y_stride, threads);
   }
 };
 
@@ -139,9 +172,11 @@ class ReferenceBackend : public Backend {
     return y;
   }
 
-  Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias, Tensor& window) override {
+  Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias,
+                          ConvWindow& window) override {
     const std::int64_t channels = x.columns, K = weight.elements() / channels;
-    if (!window.storage) window = zeros(K - 1, channels);
+    if (!window.inputs.storage) window.inputs = zeros(K - 1, channels);
+    const Tensor before = window.inputs;
     const std::vector<Real> w = vector(weight);
     std::vector<Real> taps(w.size()), b(static_cast<std::size_t>(channels), Real(0));  // taps [K, channels]
     for (std::int64_t c = 0; c < channels; ++c) {
@@ -150,7 +185,7 @@ class ReferenceBackend : public Backend {
     }
     if (bias) b = vector(*bias);
     Tensor y = make(x.rows, channels);
-    const auto input = [&](std::int64_t t) { return t < 0 ? row(window, t + K - 1) : row(x, t); };
+    const auto input = [&](std::int64_t t) { return t < 0 ? row(before, before.rows + t) : row(x, t); };
     for_rows(x.rows, [&](std::int64_t t) {
       Row<Real> out(row(y, t), channels);
       out = ConstRow<Real>(b.data(), channels);
@@ -159,9 +194,10 @@ class ReferenceBackend : public Backend {
       }
       out /= Real(1) + (-out).exp();
     });
-    Tensor next = make(K - 1, channels);
-    for (std::int64_t k = 0; k < K - 1; ++k) std::copy_n(input(x.rows - K + 1 + k), channels, row(next, k));
-    window = next;
+    const std::int64_t kept = std::min(K - 1 + window.history, before.rows + x.rows);
+    window.inputs = make(kept, channels);
+    window.spare = kept - (K - 1);
+    for (std::int64_t k = 0; k < kept; ++k) std::copy_n(input(x.rows - kept + k), channels, row(window.inputs, k));
     return y;
   }
 
@@ -246,7 +282,12 @@ class ReferenceBackend : public Backend {
 
   std::unique_ptr<RecurrentState> new_state(const RecurrenceShape& shape, const Policy& policy,
                                             const StatePlace& place) override {
-    return std::make_unique<ReferenceState<Real>>(shape, policy, place);
+    return std::make_unique<PlainState<Real>>(shape, policy, place);
+  }
+
+  std::unique_ptr<RecurrentState> new_speculative_state(const RecurrenceShape& shape, const Policy& policy,
+                                                        const Speculation& room, const StatePlace& place) override {
+    return std::make_unique<VerifiedState<Real>>(shape, policy, room, place);
   }
 
   Tensor advance(RecurrentState& state, const RecurrenceCall& call) override {
@@ -341,7 +382,7 @@ class ReferenceBackend : public Backend {
   }
 
   Tensor advance_heads(RecurrentState& state, const LayerInputs<Real>& inputs) {
-    State<Real>& s = dynamic_cast<ReferenceState<Real>&>(state).state;
+    auto& s = dynamic_cast<HostState<Real>&>(state);
     const RecurrenceShape& shape = s.shape();
     Tensor y = make(inputs.tokens, shape.heads * shape.head_dim);
     s.advance(inputs, data(y), y.stride, threads_);

@@ -88,7 +88,8 @@ class KernelBackend : public Backend {
                   std::int64_t group) override {
     return host_->rms_norm(x, weight, epsilon, kind, group);
   }
-  Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias, Tensor& window) override {
+  Tensor causal_conv_silu(const Tensor& x, const TensorView& weight, const TensorView* bias,
+                          ConvWindow& window) override {
     return host_->causal_conv_silu(x, weight, bias, window);
   }
   void multiply_silu(Tensor& x, const Tensor& gate) override { host_->multiply_silu(x, gate); }

@@ -294,7 +294,7 @@ TEST_P(GoldenTest, StatesAndConvWindowsAreTheFrameworks) {
         first[(k - 1) * channels + c] = static_cast<double>(columns[c * K + k - 1]);
       }
     }
-    const Values window = read_all(*backend, run.cache(layer).conv_window);
+    const Values window = read_all(*backend, run.cache(layer).conv_window.inputs);
     EXPECT_LE(relative_l2(window, last), required) << at;
     EXPECT_GE(relative_l2(window, first), 0.5) << at;
   }
