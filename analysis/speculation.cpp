@@ -123,6 +123,7 @@ class Sequence {
     if (own_.result().demand == Demand::bits) own_.compare_states(target_, model_.layers().size());
     out_.same_flushes = same_.result();
     out_.own_schedule = own_.result();
+    out_.texts.push_back(std::move(text_));
     return std::move(out_);
   }
 
@@ -219,6 +220,7 @@ class Sequence {
 void merge(SpeculationResult& sum, const SpeculationResult& more) {
   sum.policy = more.policy;
   sum.room = more.room;
+  sum.texts.insert(sum.texts.end(), more.texts.begin(), more.texts.end());
   sum.tokens += more.tokens;
   sum.steps += more.steps;
   sum.drafts += more.drafts;

@@ -64,14 +64,15 @@ struct TextComparison {
 struct SpeculationResult {
   Policy policy;
   Speculation room;
-  std::int64_t tokens = 0;                ///< decoded
-  std::int64_t steps = 0;                 ///< windows verified
-  std::int64_t drafts = 0;                ///< proposed
-  std::int64_t accepted = 0;              ///< of them
-  std::int64_t discarded = 0;             ///< windows of which nothing was to be kept
-  std::vector<std::int64_t> committed;    ///< steps that committed i tokens, i = 0 .. T
-  std::vector<std::int64_t> rolled_back;  ///< steps that took i tokens of their window back, i = 0 .. T
-  std::vector<std::int64_t> held;         ///< steps that met i records in the ring, i = 0 .. W
+  std::vector<std::vector<std::int32_t>> texts;  ///< of each sequence, the prompt and what was decoded
+  std::int64_t tokens = 0;                       ///< decoded
+  std::int64_t steps = 0;                        ///< windows verified
+  std::int64_t drafts = 0;                       ///< proposed
+  std::int64_t accepted = 0;                     ///< of them
+  std::int64_t discarded = 0;                    ///< windows of which nothing was to be kept
+  std::vector<std::int64_t> committed;           ///< steps that committed i tokens, i = 0 .. T
+  std::vector<std::int64_t> rolled_back;         ///< steps that took i tokens of their window back, i = 0 .. T
+  std::vector<std::int64_t> held;                ///< steps that met i records in the ring, i = 0 .. W
   /// Flushes by the tokens since the one before, which are the records that they fold.
   std::map<std::int64_t, std::int64_t> spacing;
   /// Bytes of all steps and SSM layers: under this policy; of an engine that keeps a snapshot behind each token, in the

@@ -84,6 +84,7 @@ template <class Real>
 class PlainState : public ReferenceState<Real, State<Real>> {
  public:
   using ReferenceState<Real, State<Real>>::ReferenceState;
+  void fold() override { this->state_.fold(); }
   std::int64_t held() const override { return this->state_.held(); }
   void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) override {
     this->state_.advance(inputs, y, y_stride, threads);

@@ -107,6 +107,7 @@ int run(Options options) {
                 static_cast<long long>(options.spec.new_tokens), options.spec.teacher_forced ? " of the text" : "",
                 static_cast<long long>(options.spec.prompt_tokens), static_cast<long long>(options.spec.window - 1),
                 input.facts.precision.c_str(), drafts.text.c_str());
+    std::fflush(stdout);
   }
   const auto start = std::chrono::steady_clock::now();
   std::vector<SpeculationResult> results;
