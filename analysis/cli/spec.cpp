@@ -79,7 +79,7 @@ int run(Options options) {
   for (const std::string& text : texts) input.policies.push_back(parse_policy(text));
   if (input.policies.empty()) input.policies = default_spec_policies();
   if (input.tokens.length < options.max_tokens) {
-    fail(options.tokens_file, ": --prompts ", options.prompts, " leaves ", input.tokens.length,
+    fail(options.tokens_name(), ": --prompts ", options.prompts, " leaves ", input.tokens.length,
          " tokens to each, expected ", options.max_tokens, " at least: ", options.spec.prompt_tokens, " of the prompt",
          options.spec.teacher_forced ? " and the new ones" : "");
   }
@@ -139,8 +139,7 @@ Command add_spec(CLI::App& app) {
   auto options = std::make_shared<Options>();
   Options& o = *options;
   const CLI::Range counts(std::int64_t{1}, std::int64_t{1} << 31), sizes(std::int64_t{1}, std::int64_t{1} << 16);
-  app.add_option("MODEL", o.model, "Hugging Face folder")->required();
-  app.add_option("--tokens", o.tokens_file, "Token ids: .safetensors with input_ids, .npy, or text")->required();
+  o.add_model_and_tokens(app);
   app.add_option("--window", o.spec.window, "Tokens that a step verifies: the next one and its drafts")
       ->check(sizes)
       ->capture_default_str();
@@ -168,9 +167,7 @@ Command add_spec(CLI::App& app) {
                                        "step so that a file's count of tokens is committed");
   draft->excludes(ngram, accept);
   ngram->excludes(accept);
-  app.add_option("-p,--policy", o.policy_texts, "Policy such as 'replay(L=16, state=bf16)'; may be given again")
-      ->allow_extra_args(false);
-  add_format_files(app);
+  o.add_policies(app);
   app.add_option("--seed", o.seed, "Of --accept, and of stochastic rounding (formats with sr); 0 where not given");
   app.add_option("--batch", o.cost.batches, "Sequences of a step whose time is predicted, such as 1,32,256")
       ->delimiter(',')
