@@ -2,7 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/policy.h"
@@ -75,7 +77,7 @@ class SpeculativeState {
   void rollback(std::int64_t n);
 
   const RecurrenceShape& shape() const { return state_.shape(); }
-  const Policy& policy() const { return policy_; }
+  const Policy& policy() const { return state_.policy_; }
   const Speculation& room() const { return room_; }
   const SpeculationStatus& status() const { return at_; }
   /// What went out of range, of committed tokens and flushes alone.
@@ -93,26 +95,38 @@ class SpeculativeState {
   /// Back to how it was made: zero state, empty ring, every count 0.
   void clear();
 
-  /// All that it holds, as bytes that another process can restore() on a machine of the same byte order: state, ring
-  /// and cursor, residuals, counts and events. What rejected tokens left in the ring is not among them. Throws Error
-  /// while a window waits for accept().
+  /// All that it holds, as bytes for restore() on a machine of the same byte order: states, records, snapshots, cursor,
+  /// residuals, counts and events. What rejected tokens left behind is not among them, so that the same committed
+  /// tokens and flushes give the same bytes but for the counts. Throws Error while a window waits for accept().
   std::vector<std::byte> save() const;
-  /// Throws Error, and changes nothing, for bytes that are no such state, that are cut or too long, and for those of
-  /// another precision, shape, policy, Speculation or place, naming what was expected and found.
+  /// Goes on as the saved state would; draws are those of its own place. Throws Error, and changes nothing, for bytes
+  /// that are no such state, are cut or too long, and for those of another precision, shape, policy or room, of which
+  /// it names both.
   void restore(std::span<const std::byte> bytes);
 
  private:
-  std::int64_t slot(std::int64_t record) const { return (at_.origin + record) % room_.slots; }
-  const State<Real>& latest() const;
+  template <class>
+  friend class SpeculativePool;
+  std::size_t slot(std::int64_t record) const { return static_cast<std::size_t>((at_.origin + record) % room_.slots); }
+  const State<Real>& after(std::int64_t records) const;
+  const State<Real>& latest() const { return after(at_.held); }
+  void drop_snapshots(std::int64_t first, std::int64_t last);
+  void check_window(std::int64_t tokens) const;
+  void check_accept(std::int64_t n) const;
+  void copy(const SpeculativeState& from);
   void fold(int threads);
+  void hold(std::int64_t records);
+  std::string kind() const;
+  template <class Archive>
+  void archive(Archive& archive);
+  template <class Archive>
+  static void archive_heads(Archive& archive, State<Real>& state);
 
-  Policy policy_;
-  StatePlace place_;
   Speculation room_;
   SpeculationStatus at_;
-  bool snapshots_kept_;
-  State<Real> state_;                   // with its ring; of an eager state, the one that the snapshots start from
-  std::vector<State<Real>> snapshots_;  // of an eager state: [slots], behind the token of each slot
+  bool eager_;         // of length 1: snapshots in the place of records
+  State<Real> state_;  // with its ring; of an eager state the one behind the tokens that are held no more
+  std::vector<std::optional<State<Real>>> snapshots_;  // of an eager state: [slots], those of live tokens
 };
 
 }  // namespace replayssm

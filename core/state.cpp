@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "core/error.h"
 #include "core/lanes.h"
@@ -36,7 +38,7 @@ void RangeEvents::merge(const RangeEvents& other) {
 }
 
 /// The steps of one head. P rows, N columns. Record i of the ring is the (i + 1)-th token since the checkpoint; the
-/// token at hand has index held(), computes with its unrounded values and is appended unless it flushes.
+/// token at hand has index held, computes with its unrounded values and is appended unless it flushes.
 template <class Real>
 template <bool Delta, bool ColumnDecay>
 class State<Real>::Engine {
@@ -61,7 +63,8 @@ class State<Real>::Engine {
       for (std::int64_t t = 0; t < tokens;) {
         const std::int64_t outputs = std::min(L - 1 - head_.held, tokens - t);
         if (outputs > 0) {
-          sequential_ ? outputs_sequential(t, outputs, y, y_stride) : outputs_closed(t, outputs, y, y_stride);
+          outputs_only(t, outputs, y, y_stride, head_.running);
+          head_.held += outputs;
           t += outputs;
         } else {
           sequential_ ? flush_sequential(t, y + t * y_stride) : flush_closed(t, y + t * y_stride);
@@ -69,23 +72,39 @@ class State<Real>::Engine {
         }
       }
     }
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      if (!all_finite(y + t * y_stride, P)) {
-        keep_earlier(head_.events.first_non_finite, event(t));
-        break;
-      }
-    }
+    keep_earlier(head_.events.first_non_finite, first_non_finite(tokens, y, y_stride));
     head_.steps += tokens;
   }
 
-  Vector effective() {
+  /// Outputs of tokens that are appended, but neither held nor counted.
+  void verify(std::int64_t tokens, Real* y, std::int64_t y_stride) {
+    Vector running = head_.running;
+    outputs_only(0, tokens, y, y_stride, running);
+    head_.verified_non_finite = first_non_finite(tokens, y, y_stride);
+  }
+
+  /// Holds the first `records` of those in the ring, verified ones among them, and counts their tokens alone.
+  void hold(std::int64_t records) {
+    if (sequential_ && records != head_.held) {
+      if (records < head_.held) head_.running = read_copy();
+      for (std::int64_t i = records < head_.held ? 0 : head_.held; i < records; ++i) apply(head_.running, i);
+    }
+    head_.steps += records - head_.held;
+    head_.held = records;
+    keep_earlier(head_.events.first_non_finite, std::exchange(head_.verified_non_finite, {}));
+    // No earlier event was lost: this was the first, and flushes come before the tokens that can be taken back.
+    auto& first = head_.events.first_non_finite;
+    if (first && first->step >= head_.steps) first.reset();
+  }
+
+  Vector effective(std::int64_t records) {
     Vector s = head_.anchor;
-    if (head_.held == 0) return s;
+    if (records == 0) return s;
     if (sequential_) {
-      replay_records(s);
+      replay_records(s, records);
     } else {  // the rebuild of a flush, with the newest record in the place of the token at hand
-      const std::int64_t last = head_.held - 1;
-      const Vector us = flush_updates(last, stored(last), head_.ring.u.data() + last * P);
+      const std::int64_t last = records - 1;
+      const Vector us = flush_updates(last, stored(last), kept_u(last));
       Vector ignored(size(P));
       rebuild(last, stored(last), us.data(), stored(last).w, s.data(), ignored.data());
     }
@@ -138,16 +157,42 @@ class State<Real>::Engine {
   /// Ends a flush whose states are stored.
   void start_ring() {
     if (sequential_) head_.running = read_copy();
+    head_.origin = slot(head_.held);
     head_.held = 0;
+  }
+
+  /// A flush after the last token.
+  void fold() {
+    if (head_.held == 0) return;
+    head_.anchor = effective(head_.held);
+    store_checkpoint(-1);
   }
 
  private:
   static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   std::optional<RangeEvents::Event> event(std::int64_t t) const { return RangeEvents::Event{head_.steps + t, index_}; }
+  std::optional<RangeEvents::Event> first_non_finite(std::int64_t tokens, const Real* y, std::int64_t y_stride) const {
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      if (!all_finite(y + t * y_stride, P)) return event(t);
+    }
+    return {};
+  }
 
+  std::int64_t slot(std::int64_t i) const {
+    const std::int64_t straight = head_.origin + i;
+    return straight < state_.slots_ ? straight : straight - state_.slots_;
+  }
   Record<Real> stored(std::int64_t i) const {
     const Ring& r = head_.ring;
-    return {r.v.data() + i * P, r.w.data() + i * N, r.log_decay.data() + i * D, r.gain[size(i)]};
+    const std::int64_t at = slot(i);
+    return {r.v.data() + at * P, r.w.data() + at * N, r.log_decay.data() + at * D, r.gain[size(at)]};
+  }
+  Real* kept_u(std::int64_t i) const { return head_.ring.u.data() + slot(i) * P; }
+  /// The u of the first `count` records, with room for `more`: [count + more, P].
+  Vector kept_updates(std::int64_t count, std::int64_t more) const {
+    Vector us(size((count + more) * P));
+    for (std::int64_t j = 0; j < count; ++j) std::copy_n(kept_u(j), P, us.data() + j * P);
+    return us;
   }
   const Vector& read_copy() const { return split_ ? head_.read : head_.anchor; }
 
@@ -205,18 +250,19 @@ class State<Real>::Engine {
   void append(std::int64_t t, std::int64_t i) {
     Ring& ring = head_.ring;
     const auto& formats = state_.ring_;
+    const std::int64_t at = slot(i);
     const auto put = [&](const Format& format, const Real* from, std::int64_t n, Real* to, bool shared = false) {
       std::copy(from, from + n, to);
       const std::int64_t per_group = state_.shape_.heads / state_.shape_.groups;
       if (!format.exact()) round_rows(format, to, 1, n, draw(t, shared ? index_ / per_group * per_group : index_));
     };
-    put(formats.v, in_.v[t], P, ring.v.data() + i * P);
-    put(formats.w, in_.w[t], N, ring.w.data() + i * N, true);
-    put(formats.gain, in_.gain[t], 1, ring.gain.data() + i);
+    put(formats.v, in_.v[t], P, ring.v.data() + at * P);
+    put(formats.w, in_.w[t], N, ring.w.data() + at * N, true);
+    put(formats.gain, in_.gain[t], 1, ring.gain.data() + at);
     if (in_.rate) {
-      ring.log_decay[size(i)] = *in_.rate * ring.gain[size(i)];
+      ring.log_decay[size(at)] = *in_.rate * ring.gain[size(at)];
     } else {
-      put(formats.log_decay, in_.log_decay[t], D, ring.log_decay.data() + i * D);
+      put(formats.log_decay, in_.log_decay[t], D, ring.log_decay.data() + at * D);
     }
   }
 
@@ -253,7 +299,7 @@ class State<Real>::Engine {
       Real sum(0);
       for (std::int64_t j = i; j >= 0; --j) {
         out[j * D + d] = exp(sum);
-        sum += j == i ? current[d] : ring[j * D + d];
+        sum += j == i ? current[d] : ring[slot(j) * D + d];
       }
       out[(i + 1) * D + d] = exp(sum);
     }
@@ -266,11 +312,13 @@ class State<Real>::Engine {
     const Real* w = head_.ring.w.data();
     if constexpr (ColumnDecay) {
       for (std::int64_t j = 0; j < i; ++j) {
-        products_[size(j)] = dot(w + j * N, decayed(decays + j * D, x, scratch_.data()), N);
+        products_[size(j)] = dot(w + slot(j) * N, decayed(decays + j * D, x, scratch_.data()), N);
       }
       add_products(z, Real(1), products_.data(), us, i, P, out);
     } else {
-      dots(w, i, N, &x, 1, products_.data());
+      const std::int64_t straight = std::min(i, state_.slots_ - head_.origin);
+      dots(w + head_.origin * N, straight, N, &x, 1, products_.data());
+      dots(w, i - straight, N, &x, 1, products_.data() + straight);
       for (std::int64_t j = 0; j < i; ++j) products_[size(j)] *= decays[j];
       add_products(z, decays[i + 1], products_.data(), us, i, P, out);
     }
@@ -300,10 +348,16 @@ class State<Real>::Engine {
     }
   }
 
-  /// Output-only steps: appends tokens t0 .. t0 + count and reads them from checkpoint and ring, without a state.
+  /// Output-only steps: appends tokens t0 .. t0 + count behind the records that are held and reads them. In sequential
+  /// order `running` is moved on.
+  void outputs_only(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride, Vector& running) {
+    sequential_ ? outputs_sequential(t0, count, y, y_stride, running) : outputs_closed(t0, count, y, y_stride);
+  }
+
+  /// From checkpoint and ring, without a state.
   void outputs_closed(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride) {
     const std::int64_t held = head_.held;
-    Ring& ring = head_.ring;
+    Vector us = kept_updates(held, count);
     for (std::int64_t m = 0; m < count; ++m) append(t0 + m, held + m);
 
     // All readouts of the read copy at once: it is streamed once for the whole block of tokens.
@@ -323,24 +377,23 @@ class State<Real>::Engine {
     for (std::int64_t m = 0; m < count; ++m) {
       const std::int64_t t = t0 + m, i = held + m;
       const Record<Real> r = in_.record(t);
-      const Real *d = decays.data() + m * row, *us = ring.u.data();
+      const Real* d = decays.data() + m * row;
       if constexpr (Delta) {
-        solve_u(i, r, d, z.data() + (count + m) * P, us, u.data());
+        solve_u(i, r, d, z.data() + (count + m) * P, us.data(), u.data());
       } else {
         for (std::int64_t p = 0; p < P; ++p) u[size(p)] = r.gain * r.v[p];
       }
       Real* out = y + t * y_stride;
-      readout(i, d, z.data() + m * P, in_.c[t], us, out);
+      readout(i, d, z.data() + m * P, in_.c[t], us.data(), out);
       add_scaled(out, dot(r.w, in_.c[t], N), u.data(), P);
-      keep_u(t, i, u);
+      keep_u(t, i, u, us.data());
     }
-    head_.held += count;
   }
 
   /// The u of record i, token t, that later outputs use: of the record as it is stored; in an open loop u itself,
-  /// rounded.
-  void keep_u(std::int64_t t, std::int64_t i, const Vector& u) {
-    Real* kept = head_.ring.u.data() + i * P;
+  /// rounded. us [i + 1, P]: those of the records before it, behind which it is put too.
+  void keep_u(std::int64_t t, std::int64_t i, const Vector& u, Real* us) {
+    Real* kept = us + i * P;
     if (open_) {
       std::copy(u.begin(), u.end(), kept);
       if (!state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P, draw(t, index_));
@@ -348,17 +401,17 @@ class State<Real>::Engine {
       std::copy(u.begin(), u.end(), kept);
     } else if constexpr (Delta) {
       const auto record = [this](std::int64_t j) { return stored(j); };
-      solve_all(read_copy().data(), i, i, record, head_.ring.u.data());
+      solve_all(read_copy().data(), i, i, record, us);
     } else {
       form_u(nullptr, 0, P, stored(i), nullptr, kept);
     }
+    std::copy_n(kept, P, kept_u(i));
   }
 
   /// The u that a flush folds in, of records 0 .. i - 1 and of r, the token at hand: [i + 1, P]. `known`: u of r.
   Vector flush_updates(std::int64_t i, const Record<Real>& r, const Real* known) {
-    Vector us(size((i + 1) * P));
     const bool recompute = Delta && split_ && !open_;
-    if (!recompute) std::copy_n(head_.ring.u.data(), i * P, us.data());
+    Vector us = kept_updates(recompute ? 0 : i, recompute ? i + 1 : 1);
     if (!recompute && known) {
       std::copy_n(known, P, us.data() + i * P);
     } else if constexpr (Delta) {
@@ -380,7 +433,7 @@ class State<Real>::Engine {
     suffix_decays(i, r.log_decay, decays.data());
     std::vector<const Real*> w(size(count));
     for (std::int64_t j = 0; j < count; ++j) {
-      const Real* raw = j == i ? r.w : head_.ring.w.data() + j * N;
+      const Real* raw = j == i ? r.w : stored(j).w;
       w[size(j)] = decayed(decays.data() + j * D, raw, scaled.data() + j * N);
       for (std::int64_t p = 0; p < P; ++p) {
         factors[size(p * count + j)] = ColumnDecay ? us[j * P + p] : Real(decays[size(j)] * us[j * P + p]);
@@ -434,13 +487,12 @@ class State<Real>::Engine {
     return u;
   }
 
-  void outputs_sequential(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride) {
-    Vector met, ignored(size(P));
-    for (std::int64_t t = t0; t < t0 + count; ++t) {
-      const std::int64_t i = head_.held++;
+  void outputs_sequential(std::int64_t t0, std::int64_t count, Real* y, std::int64_t y_stride, Vector& s) {
+    Vector met;
+    for (std::int64_t m = 0; m < count; ++m) {
+      const std::int64_t t = t0 + m, i = head_.held + m;
       append(t, i);
-      Vector& s = head_.running;
-      Real* kept = head_.ring.u.data() + i * P;
+      Real* kept = kept_u(i);
       const Vector u = u_from(s, in_.record(t));
       if (state_.ring_.exact) {
         std::copy(u.begin(), u.end(), kept);
@@ -449,20 +501,26 @@ class State<Real>::Engine {
       }
       met = s;
       advance_one(met, in_.record(t), u.data(), in_.c[t], y + t * y_stride);
-      const Record<Real> r = stored(i);
-      const Vector u_stored = open_ ? u : u_from(s, r);
+      const Vector u_stored = open_ ? u : u_from(s, stored(i));
       std::copy(u_stored.begin(), u_stored.end(), kept);
       if (open_ && !state_.ring_.u.exact()) round_rows(state_.ring_.u, kept, 1, P, draw(t, index_));
-      advance_one(s, r, kept, r.w, ignored.data());
+      apply(s, i);
     }
   }
 
-  /// Runs the records of the ring again, from s.
-  void replay_records(Vector& s) {
+  /// Brings s over record i with the u that was kept of it.
+  void apply(Vector& s, std::int64_t i) {
     Vector ignored(size(P));
-    for (std::int64_t j = 0; j < head_.held; ++j) {
+    const Record<Real> r = stored(i);
+    advance_one(s, r, kept_u(i), r.w, ignored.data());
+  }
+
+  /// Runs the first `count` records of the ring again, from s.
+  void replay_records(Vector& s, std::int64_t count) {
+    Vector ignored(size(P));
+    for (std::int64_t j = 0; j < count; ++j) {
       const Record<Real> r = stored(j);
-      const Vector u = open_ ? Vector(head_.ring.u.begin() + j * P, head_.ring.u.begin() + (j + 1) * P) : u_from(s, r);
+      const Vector u = open_ ? Vector(kept_u(j), kept_u(j) + P) : u_from(s, r);
       advance_one(s, r, u.data(), r.w, ignored.data());
     }
   }
@@ -470,7 +528,7 @@ class State<Real>::Engine {
   void flush_sequential(std::int64_t t, Real* y) {
     const Record<Real> r = in_.record(t);
     if (split_) {
-      replay_records(head_.anchor);
+      replay_records(head_.anchor, head_.held);
     } else {
       head_.anchor = head_.running;
     }
@@ -490,7 +548,12 @@ class State<Real>::Engine {
 
 template <class Real>
 State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place)
-    : shape_(shape), policy_(policy), place_(place) {
+    : State(shape, policy, place, policy.as_replay().length - 1, 0) {}
+
+template <class Real>
+State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place, std::int64_t slots,
+                   std::int64_t origin)
+    : shape_(shape), policy_(policy), place_(place), slots_(slots) {
   if (shape.heads < 1 || shape.groups < 1 || shape.head_dim < 1 || shape.state_dim < 1 ||
       shape.heads % shape.groups != 0) {
     fail("state of ", shape.heads, " heads, ", shape.groups, " groups, head_dim ", shape.head_dim, ", state_dim ",
@@ -506,19 +569,21 @@ State<Real>::State(const RecurrenceShape& shape, const Policy& policy, const Sta
                 !(delta && policy.loop == Loop::open && !ring_.u.exact());
 
   const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-  const std::size_t state = size(shape.head_dim * shape.state_dim), records = size(schedule_.length - 1);
+  const std::size_t state = size(shape.head_dim * shape.state_dim), records = size(slots);
+  constexpr Real unwritten = std::numeric_limits<Real>::quiet_NaN();
   heads_.resize(size(shape.heads));
   for (Head& head : heads_) {
+    head.origin = origin;
     head.anchor.assign(state, Real(0));
     if (schedule_.read) head.read.assign(state, Real(0));
     if (schedule_.anchor.residual) head.anchor_residual.assign(state, Real(0));
     if (schedule_.read && schedule_.read->residual) head.read_residual.assign(state, Real(0));
     if (policy.order == Order::sequential) head.running.assign(state, Real(0));
-    head.ring.v.resize(records * size(shape.head_dim));
-    head.ring.u.resize(records * size(shape.head_dim));
-    head.ring.w.resize(records * size(shape.state_dim));
-    head.ring.log_decay.resize(records * size(shape.decay_dim()));
-    head.ring.gain.resize(records);
+    head.ring.v.assign(records * size(shape.head_dim), unwritten);
+    head.ring.u.assign(records * size(shape.head_dim), unwritten);
+    head.ring.w.assign(records * size(shape.state_dim), unwritten);
+    head.ring.log_decay.assign(records * size(shape.decay_dim()), unwritten);
+    head.ring.gain.assign(records, unwritten);
   }
 }
 
@@ -562,17 +627,20 @@ void State<Real>::advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t
   }
 }
 
+/// body(engine, head) for the engines of all heads, without inputs.
+template <class Real>
+template <class Body>
+void State<Real>::for_heads(int threads, Body&& body) {
+  const HeadInputs<Real> in;
+  parallel_for(shape_.heads, threads, [&](std::int64_t h) {
+    with_engine(h, in, [&](auto engine) { body(engine, static_cast<std::size_t>(h)); });
+  });
+}
+
 /// What flushes of all heads, of which some share a scale, have left to store.
 template <class Real>
 void State<Real>::store_together(int threads) {
   std::vector<Extremes<Real>> by_head(heads_.size());
-  const HeadInputs<Real> in;
-  // Engines count tokens from the next one on: the flush was that of token -1.
-  const auto for_heads = [&](auto&& body) {
-    parallel_for(shape_.heads, threads, [&](std::int64_t h) {
-      with_engine(h, in, [&](auto engine) { body(engine, by_head[static_cast<std::size_t>(h)]); });
-    });
-  };
   const auto joined = [&] {
     Extremes<Real> all;
     for (const Extremes<Real>& one : by_head) all.join(one);
@@ -580,28 +648,49 @@ void State<Real>::store_together(int threads) {
   };
   const auto store = [&](const Format& format, auto&& copy_of) {
     if (format.exact()) return;
-    for_heads([&](auto& engine, Extremes<Real>& own) {
+    // Engines count tokens from the next one on: the flush was that of token -1.
+    for_heads(threads, [&](auto& engine, std::size_t head) {
       const auto copy = copy_of(engine);
       engine.feed_back(copy);
-      if (format.scale == Scale::tensor) own = extremes(format, copy.s, copy.rows, shape_.state_dim);
+      if (format.scale == Scale::tensor) by_head[head] = extremes(format, copy.s, copy.rows, shape_.state_dim);
     });
     const Extremes<Real> of_state = joined();
-    for_heads([&](auto& engine, Extremes<Real>& own) {
+    for_heads(threads, [&](auto& engine, std::size_t head) {
       const auto copy = copy_of(engine);
       engine.round(copy, -1, 0, &of_state);
       if (copy.r && format.residual->scale == Scale::tensor) {
-        own = extremes(*format.residual, copy.r, copy.rows, shape_.state_dim);
+        by_head[head] = extremes(*format.residual, copy.r, copy.rows, shape_.state_dim);
       }
     });
     const Extremes<Real> of_residual = joined();
-    for_heads([&](auto& engine, Extremes<Real>&) { engine.round_residual(copy_of(engine), -1, 0, &of_residual); });
+    for_heads(threads, [&](auto& engine, std::size_t) { engine.round_residual(copy_of(engine), -1, 0, &of_residual); });
   };
   store(schedule_.anchor, [&](auto& engine) { return engine.anchor(0, shape_.head_dim); });
   if (schedule_.read) {
-    for_heads([](auto& engine, Extremes<Real>&) { engine.copy_anchor(); });
+    for_heads(threads, [](auto& engine, std::size_t) { engine.copy_anchor(); });
     store(*schedule_.read, [](auto& engine) { return engine.read(); });
   }
-  for_heads([](auto& engine, Extremes<Real>&) { engine.start_ring(); });
+  for_heads(threads, [](auto& engine, std::size_t) { engine.start_ring(); });
+}
+
+template <class Real>
+void State<Real>::fold(int threads) {
+  const bool together = joins_heads_ && held() > 0;
+  for_heads(threads, [](auto& engine, std::size_t) { engine.fold(); });
+  if (together) store_together(threads);
+}
+
+template <class Real>
+void State<Real>::verify(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) {
+  parallel_for(shape_.heads, threads, [&](std::int64_t h) {
+    with_engine(h, inputs.heads[static_cast<std::size_t>(h)],
+                [&](auto engine) { engine.verify(inputs.tokens, y + h * shape_.head_dim, y_stride); });
+  });
+}
+
+template <class Real>
+void State<Real>::hold(std::int64_t records) {
+  for_heads(1, [&](auto& engine, std::size_t) { engine.hold(records); });
 }
 
 template <class Real>
@@ -627,13 +716,14 @@ void State<Real>::set(const Real* state) {
     std::ranges::fill(head.read_residual, Real(0));
     if (policy_.order == Order::sequential) head.running = head.anchor;
     head.held = 0;
+    head.verified_non_finite.reset();
   }
 }
 
 template <class Real>
-std::vector<Real> State<Real>::effective(std::int64_t head) {
+std::vector<Real> State<Real>::effective(std::int64_t head, std::int64_t records) {
   const HeadInputs<Real> in;
-  return with_engine(head, in, [](auto engine) { return engine.effective(); });
+  return with_engine(head, in, [&](auto engine) { return engine.effective(records); });
 }
 
 template class State<float>;

@@ -56,10 +56,17 @@ class State {
   /// the residuals. The count of tokens goes on.
   void set(const Real* state);
   /// What a flush after the last record would rebuild, unrounded: [head_dim, state_dim].
-  std::vector<Real> effective(std::int64_t head);
+  std::vector<Real> effective(std::int64_t head) {
+    return effective(head, heads_[static_cast<std::size_t>(head)].held);
+  }
+  /// A flush between tokens: S0 <- Q(effective) of every head, and the ring is empty. It draws as the last token;
+  /// nothing happens where the ring is empty already.
+  void fold(int threads = 1);
 
  private:
   using Vector = std::vector<Real>;
+  // Records are kept in the `slots_` slots of a circular ring, of which slot `origin` holds the first. Those that hold
+  // none are never read.
   struct Ring {
     Vector v, w, u, log_decay, gain;
   };
@@ -67,20 +74,36 @@ class State {
     Vector anchor, read, running;           // running: read copy with the ring applied (sequential order only)
     Vector anchor_residual, read_residual;  // with error feedback only
     Ring ring;
-    std::int64_t held = 0, steps = 0;
+    std::int64_t origin = 0, held = 0, steps = 0;
     RangeEvents events;
+    std::optional<RangeEvents::Event> verified_non_finite;  // the first one in outputs of tokens that do not count yet
   };
   template <bool Delta, bool ColumnDecay>
   class Engine;
   template <class Use>
   auto with_engine(std::int64_t head, const HeadInputs<Real>& in, Use&& use);
+  template <class Body>
+  void for_heads(int threads, Body&& body);
   void store_together(int threads);
+
+  // A SpeculativeState's: records behind the ones that count.
+  template <class>
+  friend class SpeculativeState;
+  State(const RecurrenceShape& shape, const Policy& policy, const StatePlace& place, std::int64_t slots,
+        std::int64_t origin);
+  /// Outputs of tokens that are appended behind the records, but do not count yet.
+  void verify(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads);
+  /// Makes the first `records` count, of those that do and of those that verify() appended.
+  void hold(std::int64_t records);
+  /// What a flush after the first `records` would rebuild.
+  std::vector<Real> effective(std::int64_t head, std::int64_t records);
 
   RecurrenceShape shape_;
   Policy policy_;
   StatePlace place_;
   Replay schedule_;   // an eager state is a replay of length 1
   bool joins_heads_;  // what is stored takes all heads
+  std::int64_t slots_;
   struct {
     Format v, w, u, log_decay, gain;
     bool exact;

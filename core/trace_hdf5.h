@@ -80,8 +80,8 @@ class Handle {
   Close close_ = nullptr;
 };
 
-// Without HDF5's file locks: a reader may open what is being written. Nothing but a flush brings metadata to the disk,
-// so that between two of them the file is consistent.
+// Without HDF5's file locks: a reader may open what is being written. Nothing but a flush brings metadata to the disk, so
+// that between two of them the file is consistent.
 inline Handle file_access() {
   Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
   H5Pset_file_locking(access, false, true);
