@@ -103,6 +103,22 @@ StepBytes LayerTraffic::mean() const {
           sum.ring_read / L,  sum.ring_append / L, sum.residuals / L};
 }
 
+StepBytes LayerTraffic::verify(std::int64_t held, std::int64_t window, bool flushes) const {
+  if (length_ == 1) return snapshots(window);
+  StepBytes step = output(held);
+  if (flushes) {
+    step = flush();
+    step.ring_read = real(held) * record_.flush;
+  }
+  step.ring_append = real(window) * record_.appended;
+  return step;
+}
+
+StepBytes LayerTraffic::snapshots(std::int64_t window) const {
+  const double moved = 1 + real(window);
+  return {anchor_.codes, real(window) * anchor_.codes, moved * anchor_.scales, 0, 0, moved * anchor_.residual};
+}
+
 double activation_bytes(const RecurrenceShape& shape, double bytes) {
   const std::int64_t heads = shape.heads * 2 * shape.head_dim;  // x or v, and y
   const std::int64_t groups = shape.groups * 2 * shape.state_dim;

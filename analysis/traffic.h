@@ -44,6 +44,15 @@ class LayerTraffic {
   /// The mean over the L steps from one flush to the next.
   StepBytes mean() const;
 
+  /// A speculative step that verifies `window` tokens behind `held` records. It reads the checkpoint or the read copy
+  /// and the records once and appends all of the window, rejected ones too. Where it flushes, it reads the anchor in
+  /// the place of that, folds the records into it and stores anchor and copy; its outputs run on what it has just
+  /// stored. Of length 1, the same as snapshots().
+  StepBytes verify(std::int64_t held, std::int64_t window, bool flushes) const;
+  /// The same of an engine that keeps a snapshot of the state, in the format of the state or anchor, behind each token
+  /// of the window to go back to: it reads one and writes `window` of them.
+  StepBytes snapshots(std::int64_t window) const;
+
  private:
   std::int64_t length_;
   bool split_;

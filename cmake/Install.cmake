@@ -19,7 +19,7 @@ string(APPEND header_script [[
   file(REMOVE_RECURSE "${staging_dir}")
   file(GLOB headers RELATIVE "${source_dir}" "${source_dir}/core/*.h" "${source_dir}/analysis/*.h"
        "${source_dir}/cuda/backend.h" "${source_dir}/cuda/decode.h" "${source_dir}/cuda/convert.h")
-  list(FILTER headers EXCLUDE REGEX "core/(big_real|config|lanes|literal|parallel|rounding|scales|trace_hdf5)\\.h|analysis/(head_inputs|layer_observer|literal_heads|report_json|table)\\.h")  # private
+  list(FILTER headers EXCLUDE REGEX "core/(big_real|config|lanes|literal|parallel|rounding|scales|trace_hdf5)\\.h|analysis/(decoder|head_inputs|layer_observer|literal_heads|report_json|table)\\.h")  # private
   foreach(header IN LISTS headers)
     file(READ "${source_dir}/${header}" text)
     string(REGEX REPLACE "#include \"(core|cuda|analysis)/" "#include \"replayssm/\\1/" text "${text}")

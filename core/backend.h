@@ -86,6 +86,9 @@ class RecurrentState {
   virtual void rollback(std::int64_t) { not_speculative("rollback"); }
   virtual SpeculationStatus speculation() const { not_speculative("speculation"); }
 
+  /// A flush behind the last token: State::fold(). Throws Error for a speculative state, which folds by itself.
+  virtual void fold() { fail("fold(): the recurrent state is none that is flushed from outside"); }
+
   virtual RangeEvents events() const = 0;
   /// Records in the ring.
   virtual std::int64_t held() const = 0;
@@ -173,7 +176,14 @@ class Backend {
   virtual Tensor write(const double* values, std::int64_t rows, std::int64_t columns) = 0;
 };
 
+/// How many tokens go into a matrix product. A product of many rows adds its terms in another order than that of one of
+/// them alone, and in one that depends on their number.
+enum class Products {
+  many_tokens,  ///< as many as there are: the fastest
+  one_token,    ///< each by itself: its results are the same bits, whatever other tokens come in the same call
+};
+
 /// The CPU reference: Eigen for matrix products, `threads` threads, results independent of their number.
-std::unique_ptr<Backend> reference_backend(Precision precision, int threads);
+std::unique_ptr<Backend> reference_backend(Precision precision, int threads, Products products = Products::many_tokens);
 
 }  // namespace replayssm

@@ -106,7 +106,7 @@ std::int64_t Model::ssm_layers() const {
   return std::count_if(layers_.begin(), layers_.end(), [](const LayerInfo& l) { return l.recurrence.has_value(); });
 }
 
-const TensorView& Model::weight(const std::string& name, std::vector<std::int64_t> shape) const {
+const TensorView& Model::weight(const std::string& name, std::vector<std::int64_t> shape) {
   const TensorView& tensor = weights_.at(name);
   if (tensor.shape != shape) {
     fail(tensor.file, ": tensor ", name, ": config.json asks for shape ", shape_text(shape), ", found ",
@@ -114,10 +114,11 @@ const TensorView& Model::weight(const std::string& name, std::vector<std::int64_
   }
   float unused = 0;
   if (tensor.elements() > 0) widen(tensor, 0, 1, &unused);  // refuses a dtype that cannot be computed with
+  weight_bytes_ += static_cast<std::int64_t>(tensor.bytes);
   return tensor;
 }
 
-const TensorView* Model::optional_weight(const std::string& name, bool wanted, std::vector<std::int64_t> shape) const {
+const TensorView* Model::optional_weight(const std::string& name, bool wanted, std::vector<std::int64_t> shape) {
   return wanted ? &weight(name, std::move(shape)) : nullptr;
 }
 
@@ -142,6 +143,7 @@ void Model::set_ends(const std::string& embedding, const std::string& norm, cons
       fail(embedding_->file, ": tie_word_embeddings is false and there is no tensor ", heads.front());
     }
     head_ = &weight(*present, {vocabulary, hidden});
+    weight_bytes_ -= static_cast<std::int64_t>(embedding_->bytes);
   }
 }
 

@@ -59,6 +59,9 @@ class Model {
   std::int64_t hidden() const { return embedding_->shape[1]; }
   const std::vector<LayerInfo>& layers() const { return layers_; }
   std::int64_t ssm_layers() const;
+  /// Bytes, as stored, of the weights that a step of decoding reads once for all its sequences: all that the model uses
+  /// but an embedding that is not the head too, of which it reads a few rows.
+  std::int64_t step_weight_bytes() const { return weight_bytes_; }
   /// SHA-256 of the weight files.
   std::string sha256() const { return weights_.sha256(); }
   /// What was odd about the folder but not wrong; one line each.
@@ -75,8 +78,8 @@ class Model {
  protected:
   Model(Weights weights, std::string type);
 
-  const TensorView& weight(const std::string& name, std::vector<std::int64_t> shape) const;
-  const TensorView* optional_weight(const std::string& name, bool wanted, std::vector<std::int64_t> shape) const;
+  const TensorView& weight(const std::string& name, std::vector<std::int64_t> shape);
+  const TensorView* optional_weight(const std::string& name, bool wanted, std::vector<std::int64_t> shape);
   /// Finds embedding, final norm and head. A tied model uses the embedding as its head, as transformers does, and says
   /// so in a notice where the file holds a head that differs; an untied one without a head is an Error.
   void set_ends(const std::string& embedding, const std::string& norm, const std::vector<std::string>& heads,
@@ -91,6 +94,7 @@ class Model {
 
  private:
   const TensorView *embedding_ = nullptr, *norm_ = nullptr, *head_ = nullptr;
+  std::int64_t weight_bytes_ = 0;
 };
 
 }  // namespace replayssm

@@ -84,6 +84,7 @@ template <class Real>
 class PlainState : public ReferenceState<Real, State<Real>> {
  public:
   using ReferenceState<Real, State<Real>>::ReferenceState;
+  void fold() override { this->state_.fold(); }
   std::int64_t held() const override { return this->state_.held(); }
   void advance(const LayerInputs<Real>& inputs, Real* y, std::int64_t y_stride, int threads) override {
     this->state_.advance(inputs, y, y_stride, threads);
@@ -106,7 +107,7 @@ class VerifiedState : public ReferenceState<Real, SpeculativeState<Real>> {
 template <class Real>
 class ReferenceBackend : public Backend {
  public:
-  explicit ReferenceBackend(int threads) : threads_(threads) {}
+  ReferenceBackend(int threads, Products products) : threads_(threads), products_(products) {}
 
   Precision precision() const override { return sizeof(Real) == 8 ? Precision::fp64 : Precision::fp32; }
 
@@ -139,7 +140,10 @@ class ReferenceBackend : public Backend {
       widen(weight, static_cast<std::size_t>(first * inputs), static_cast<std::size_t>(count * inputs), w);
       const ConstMatrixView<Real> W(w, count, inputs, Eigen::OuterStride<>(inputs));
       MatrixView<Real> Y(data(y) + first, y.rows, count, Eigen::OuterStride<>(y.stride));
-      Y.noalias() = matrix(x) * W.transpose();
+      const std::int64_t rows = product_rows(x.rows);
+      for (std::int64_t t = 0; t < x.rows; t += rows) {
+        Y.middleRows(t, rows).noalias() = matrix(x.range(t, rows)) * W.transpose();
+      }
       if (bias) {
         Real* b = scratch<Real, 1>(count);
         widen(*bias, static_cast<std::size_t>(first), static_cast<std::size_t>(count), b);
@@ -254,12 +258,13 @@ class ReferenceBackend : public Backend {
                    AttentionCache& cache) override {
     append(cache.keys, cache.length, k);
     append(cache.values, cache.length, v);
-    const std::int64_t before = cache.length, d = shape.head_dim, blocks = (q.rows + token_block - 1) / token_block;
+    const std::int64_t before = cache.length, d = shape.head_dim;
+    const std::int64_t block = product_rows(token_block), blocks = (q.rows + block - 1) / block;
     cache.length += q.rows;
     Tensor y = make(q.rows, q.columns);
     parallel_for(blocks * shape.heads, threads_, [&](std::int64_t task) {
       const std::int64_t head = task % shape.heads, kv = head / (shape.heads / shape.kv_heads);
-      const std::int64_t first = task / shape.heads * token_block, count = std::min(token_block, q.rows - first);
+      const std::int64_t first = task / shape.heads * block, count = std::min(block, q.rows - first);
       const std::int64_t seen = before + first + count;
       const auto K = matrix(cache.keys.slice(kv * d, d).range(0, seen));
       const auto V = matrix(cache.values.slice(kv * d, d).range(0, seen));
@@ -342,6 +347,9 @@ class ReferenceBackend : public Backend {
     return out;
   }
 
+  /// Rows of one matrix product, of `many` that could go into it.
+  std::int64_t product_rows(std::int64_t many) const { return products_ == Products::one_token ? 1 : many; }
+
   /// body(t) for every row, in tasks of token_block rows.
   template <class Body>
   void for_rows(std::int64_t count, Body&& body) {
@@ -390,14 +398,15 @@ class ReferenceBackend : public Backend {
   }
 
   int threads_;
+  Products products_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> reference_backend(Precision precision, int threads) {
+std::unique_ptr<Backend> reference_backend(Precision precision, int threads, Products products) {
   if (threads < 1) fail("threads must be at least 1, found ", threads);
-  if (precision == Precision::fp32) return std::make_unique<ReferenceBackend<float>>(threads);
-  return std::make_unique<ReferenceBackend<double>>(threads);
+  if (precision == Precision::fp32) return std::make_unique<ReferenceBackend<float>>(threads, products);
+  return std::make_unique<ReferenceBackend<double>>(threads, products);
 }
 
 }  // namespace replayssm

@@ -23,6 +23,7 @@ struct MachineOptions : Machine {
   void add_threads(CLI::App& app);
   void add_device(CLI::App& app);
   void add_activations(CLI::App& app);
+  void add_precision(CLI::App& app);
 };
 
 /// Opens a model and prints its notices on standard error.
@@ -44,5 +45,6 @@ Command add_formats(CLI::App& app);
 Command add_oracle(CLI::App& app);
 Command add_bench(CLI::App& app);
 Command add_traffic(CLI::App& app);
+Command add_spec(CLI::App& app);
 
 }  // namespace replayssm::cli

@@ -16,7 +16,7 @@ std::string Machine::fed() const {
 }
 
 std::unique_ptr<Backend> Machine::reference() const {
-  return reference_backend(precision == "fp32" ? Precision::fp32 : Precision::fp64, threads);
+  return reference_backend(precision == "fp32" ? Precision::fp32 : Precision::fp64, threads, products);
 }
 
 std::unique_ptr<Backend> Machine::backend(const Model& model, const std::vector<Policy>& policies) const {

@@ -14,6 +14,7 @@ struct Machine {
   int threads = default_threads();
   std::string device = "cpu", precision = "fp64";
   std::string activations;  ///< of the decode kernels; empty where not given
+  Products products = Products::many_tokens;
 
   /// As many as the machine runs at once.
   static int default_threads();

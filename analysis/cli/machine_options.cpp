@@ -17,11 +17,15 @@ void MachineOptions::add_activations(CLI::App& app) {
       ->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
 }
 
+void MachineOptions::add_precision(CLI::App& app) {
+  app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")
+      ->check(CLI::IsMember({"fp64", "fp32"}));
+}
+
 void MachineOptions::add_to(CLI::App& app) {
   add_threads(app);
   add_device(app);
-  app.add_option("--precision", precision, "Precision of everything, the reference included: fp64 or fp32")
-      ->check(CLI::IsMember({"fp64", "fp32"}));
+  add_precision(app);
 }
 
 }  // namespace replayssm::cli

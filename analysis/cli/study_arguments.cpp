@@ -45,19 +45,27 @@ void check_vocabulary(const Tokens& tokens, const Model& model, const std::strin
 
 }  // namespace
 
-void StudyArguments::add_to(CLI::App& app) {
+void StudyArguments::add_model_and_tokens(CLI::App& app) {
   app.add_option("MODEL", model, "Hugging Face folder")->required();
   app.add_option("--tokens", tokens_file, "Token ids: .safetensors with input_ids, .npy, or text")->required();
   app.add_option("--tokens-source", tokens_source,
                  "What reports call the tokens, where their file is not the original");
-  app.add_option("--max-tokens", max_tokens, "At most so many tokens of each sequence")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
-  app.add_option("--sequences", sequences, "So many sequences of the file; a file of one sequence is cut into so many")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
+}
+
+void StudyArguments::add_policies(CLI::App& app) {
   app.add_option("-p,--policy", policy_texts,
                  "Policy such as 'replay(L=16, anchor=fp32, read=int8:row)'; may be given again")
       ->allow_extra_args(false);
   add_format_files(app);
+}
+
+void StudyArguments::add_to(CLI::App& app) {
+  add_model_and_tokens(app);
+  app.add_option("--max-tokens", max_tokens, "At most so many tokens of each sequence")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
+  app.add_option("--sequences", sequences, "So many sequences of the file; a file of one sequence is cut into so many")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31));
+  add_policies(app);
   app.add_option("--seed", seed, "Of stochastic rounding (formats with sr); 0 where not given");
   app.add_option("--json", json, "Write the report as JSON to a file, or to standard output with -");
   app.add_option("--output", output, "Write all per-token and per-layer data to an HDF5 file");

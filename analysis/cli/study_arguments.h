@@ -19,6 +19,9 @@ struct StudyArguments {
   MachineOptions machine;
 
   void add_to(CLI::App& app);
+  // The parts of it, for a command that has not all.
+  void add_model_and_tokens(CLI::App& app);
+  void add_policies(CLI::App& app);
   /// What messages and reports call the tokens' file.
   const std::string& tokens_name() const { return tokens_source.empty() ? tokens_file : tokens_source; }
 };

@@ -66,7 +66,8 @@ def _tokenised(arguments: list[str]) -> list[str]:
         raise _core.Error("--text: expected once")
     if any(a == "--tokens" or a.startswith("--tokens=") for a in rest):
         raise _core.Error("--text and --tokens: expected one of them")
-    models = [a for a in rest[1:] if not a.startswith("-") and Path(a).is_dir()]
+    words = [a for before, a in zip(rest, rest[1:], strict=False) if before != "--draft"]
+    models = [a for a in words if not a.startswith("-") and Path(a).is_dir()]
     if len(models) != 1:
         raise _core.Error(f"--text {name}: expected one MODEL, a folder, found {' and '.join(models) or 'none'}")
     try:

@@ -107,7 +107,7 @@ class Qwen35Model : public Model {
     }
   }
 
-  Delta delta_weights(const std::string& at, std::int64_t hidden, std::int64_t kernel) const {
+  Delta delta_weights(const std::string& at, std::int64_t hidden, std::int64_t kernel) {
     const std::int64_t values = shape_.heads * shape_.head_dim, all = values + 2 * shape_.groups * shape_.state_dim;
     return {&weight(at + "in_proj_qkv.weight", {all, hidden}),
             &weight(at + "in_proj_z.weight", {values, hidden}),
@@ -120,7 +120,7 @@ class Qwen35Model : public Model {
             &weight(at + "out_proj.weight", {hidden, values})};
   }
 
-  Attention attention_weights(const std::string& at, std::int64_t hidden, bool bias) const {
+  Attention attention_weights(const std::string& at, std::int64_t hidden, bool bias) {
     const std::int64_t d = attention_.head_dim, q = 2 * attention_.heads * d, kv = attention_.kv_heads * d;
     return {&weight(at + "q_proj.weight", {q, hidden}),
             &weight(at + "k_proj.weight", {kv, hidden}),

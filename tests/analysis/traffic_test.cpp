@@ -228,5 +228,36 @@ TEST(LayerTraffic, CountsResidualsWhereTheyMove) {
             2 * state + 2 * int4);
 }
 
+// A speculative step reads one state, and writes it where it flushes; the records of its whole window are appended.
+TEST(LayerTraffic, CountsSpeculativeSteps) {
+  const RecurrenceShape mamba2{Recurrence::mamba2, 2, 1, 3, 40}, delta{Recurrence::gated_delta, 2, 1, 3, 40};
+  const auto expect = [](const StepBytes& step, double read, double write, double scales, double ring, double append,
+                         double residuals) {
+    EXPECT_EQ(step.state_read, read);
+    EXPECT_EQ(step.state_write, write);
+    EXPECT_EQ(step.scales, scales);
+    EXPECT_EQ(step.ring_read, ring);
+    EXPECT_EQ(step.ring_append, append);
+    EXPECT_EQ(step.residuals, residuals);
+  };
+  const double bf16 = 2 * 3 * 80, int8 = 2 * 3 * 40, scales = 2 * 3 * 4, record = 2 * (2 * 3 + 4) + 2 * 40;
+  const LayerTraffic shared(mamba2, parse_policy("replay(L=16, state=int8:row:ef=bf16)"));
+  expect(shared.verify(7, 5, false), int8, 0, scales, 7 * record, 5 * record, 0);
+  expect(shared.verify(13, 5, true), int8, int8, 2 * scales, 13 * record, 5 * record, 2 * bf16);
+  expect(shared.snapshots(5), int8, 5 * int8, 6 * scales, 0, 0, 6 * bf16);
+  const LayerTraffic split(mamba2, parse_policy("replay(L=16, anchor=bf16, read=int8:row)"));
+  expect(split.verify(7, 1, false), int8, 0, scales, 7 * record, record, 0);
+  expect(split.verify(16, 1, true), bf16, bf16 + int8, scales, 16 * record, record, 0);
+  expect(split.snapshots(1), bf16, bf16, 0, 0, 0, 0);
+  // v, u, k, g and beta are appended; outputs read u, k and g, a flush the raw v, k, g and beta.
+  const double v = 2 * 3 * 2, k = 40 * 2, gate = 2 * 4;
+  const LayerTraffic closed(delta, parse_policy("replay(L=16, state=bf16)"));
+  expect(closed.verify(7, 5, false), bf16, 0, 0, 7 * (v + k + gate), 5 * (2 * v + k + 2 * gate), 0);
+  expect(closed.verify(13, 5, true), bf16, bf16, 0, 13 * (v + k + 2 * gate), 5 * (2 * v + k + 2 * gate), 0);
+  // A state that is rounded at every token has nothing but snapshots to go back to.
+  const LayerTraffic eager(mamba2, parse_policy("eager(state=bf16)"));
+  expect(eager.verify(3, 5, false), bf16, 5 * bf16, 0, 0, 0, 0);
+}
+
 }  // namespace
 }  // namespace replayssm

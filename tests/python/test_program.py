@@ -36,6 +36,9 @@ def test_text_is_tokenised_whole_by_the_models_tokenizer(data, run, tmp_path):
     assert by_text["tokens_file"] == "a text.txt"
     same = json.loads(run("kl", "--text=a text.txt", model, *options, cwd=tmp_path).stdout)
     assert same["results"] == by_ids["results"]
+    drafting = ["--draft", data / "gdn-hybrid-8m", "--prompts", "1", "--prompt-tokens", "8", "--new-tokens", "4"]
+    spec = run("spec", *drafting, model, "-p", "exact", "--json", "-", "--text", "a text.txt", cwd=tmp_path).stdout
+    assert json.loads(spec)["tokens_file"] == "a text.txt"
     report = replayssm.kl(model, text=TEXT, policies="eager(state=bf16)")
     assert [r.kl.mean for r in report.results] == [r["kl"]["mean"] for r in by_ids["results"]]
 
