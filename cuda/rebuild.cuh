@@ -36,9 +36,19 @@ class Rebuild : public ClosedLoop<TileType> {
     }
     constexpr int kTogether = kWarps * kRows;
     if constexpr (!kSplit) {
-      for (int r0 = warp_ * kRows; r0 < g.tile; r0 += kTogether) {
-        this->launder();
-        batch_of(matrices, r0, r0, [] {});
+      const auto batches = [&](auto with) {
+        for (int r0 = warp_ * kRows; r0 < g.tile; r0 += kTogether) {
+          this->launder();
+          with(r0);
+        }
+      };
+      // Measured: one loop or two, whichever takes fewer registers.
+      if constexpr (T::Anchor != Storage::fp32) {
+        batches([&](int r0) { batch_of(matrices, r0, r0, [] {}); });
+      } else if (matrices) {
+        batches([&](int r0) { batch<true>(r0, r0, [] {}); });
+      } else {
+        batches([&](int r0) { batch<false>(r0, r0, [] {}); });
       }
     } else if (g.piece % kTogether == 0 && g.piece / kTogether <= kOwnPieces) {
       // The buffer has places for a number of batches of every warp. As soon as a warp has read one, it fetches the
