@@ -78,7 +78,8 @@ int main(int argc, char** argv) {
     add("verify", "Compare the model's logits with those of a framework", cli::add_verify);
     add("inspect", "Layers, dimensions, state bytes and decay half-lives of a model", cli::add_inspect);
     add("oracle", "Digits that each schedule and precision keeps: one layer in arbitrary precision", cli::add_oracle);
-    add("spec", "Speculative decoding: acceptance, rollbacks, ring and bytes; exit 1 where the text is not the plain one",
+    add("spec",
+        "Speculative decoding: acceptance, rollbacks, ring and bytes; exit 1 where the text is not the plain one",
         cli::add_spec);
     add("traffic", "Bytes that a policy stores and moves, the time they take, and the best replay length",
         cli::add_traffic);

@@ -72,6 +72,7 @@ int run(Options options) {
   note_interrupts();
   if (std::isnan(options.cost.bandwidth)) fail("--bandwidth: expected a number, found nan");  // it is in any CLI::Range
   options.sequences = options.prompts;
+  options.sequences_option = "--prompts";
   options.max_tokens = options.tokens_of_sequence();
   options.machine.products = Products::one_token;
   const std::vector<std::string> texts = std::exchange(options.policy_texts, {});

@@ -15,13 +15,15 @@ Tokens select(const Tokens& all, const StudyArguments& arguments) {
     out.length = all.length / arguments.sequences;
     if (arguments.max_tokens > 0) out.length = std::min(out.length, arguments.max_tokens);
     if (out.length == 0) {
-      fail(arguments.tokens_name(), ": ", all.length, " tokens are too few for --sequences ", arguments.sequences);
+      fail(arguments.tokens_name(), ": ", all.length, " tokens are too few for ", arguments.sequences_option, " ",
+           arguments.sequences);
     }
     out.ids.resize(static_cast<std::size_t>(out.sequences * out.length));
     return out;
   }
   if (arguments.sequences > all.sequences) {
-    fail(arguments.tokens_name(), ": holds ", all.sequences, " sequences, --sequences asks for ", arguments.sequences);
+    fail(arguments.tokens_name(), ": holds ", all.sequences, " sequences, ", arguments.sequences_option, " asks for ",
+         arguments.sequences);
   }
   if (arguments.sequences > 0) out.sequences = arguments.sequences;
   if (arguments.max_tokens > 0) out.length = std::min(all.length, arguments.max_tokens);

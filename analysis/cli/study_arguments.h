@@ -13,6 +13,7 @@ namespace replayssm::cli {
 struct StudyArguments {
   std::string model, tokens_file, tokens_source, json, output;
   std::int64_t max_tokens = 0, sequences = 0;
+  const char* sequences_option = "--sequences";
   std::vector<std::string> policy_texts;
   std::uint64_t seed = 0;
   bool resume = false;

@@ -142,6 +142,10 @@ TEST_F(SpecTest, RefusesBadInput) {
   *(std::ranges::find(words, "--prompt-tokens") + 1) = "23";
   expect_refused(words, {mamba2_golden_, "22", "23"});  // half of 45 tokens
 
+  words = spec(mamba2_);
+  *(std::ranges::find(words, "--prompts") + 1) = "46";
+  expect_refused(words, {mamba2_golden_, "45", "--prompts 46"});
+
   ModelFiles files("mamba2");
   files.config["vocab_size"] = 96;
   for (const string name : {"backbone.embeddings.weight", "lm_head.weight"}) {
@@ -156,7 +160,8 @@ TEST_F(SpecTest, EndsOnInterrupt) {
   const string model = string(REPLAYSSM_DATA) + "/mamba2-5m";
   const Process process = start({"spec", model, "--tokens", string(REPLAYSSM_DATA) + "/sherlock.safetensors",
                                  "--new-tokens", "100000", "--json", path("x.json")});
-  while (!fs::exists(path("stdout.txt")) || process.out().empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (!fs::exists(path("stdout.txt")) || process.out().empty())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   process.send(SIGINT);
   EXPECT_EQ(process.wait(), 130);
   EXPECT_EQ(std::ranges::count(process.err(), '\n'), 1) << process.err();
