@@ -128,32 +128,29 @@ class Untouched {
   std::vector<std::vector<float>> scales_;
 };
 
-/// A layer whose steps are compared: from what was stored before a step, in double as the truth and in float as what is
+/// The steps of a layer, compared: from what was stored before a step, in double as the truth and in float as what is
 /// fair.
 class Follow {
  public:
-  Follow(Machine& machine, const Case& the_setup)
-      : setup(the_setup),
+  explicit Follow(Layer& the_layer)
+      : setup(the_layer.setup),
         s(setup.shape),
         delta(is_delta(setup)),
-        layer(machine, setup, 5),
+        layer(the_layer),
         outputs("outputs", format_of(setup.y)),
         states("stored states", format_of(setup.state)),
         keys("appended w", format_of(setup.ring)),
         updates("appended u", format_of(setup.u_type())),
         gates("appended gates", format_of(Scalar::fp32)) {}
 
-  void fill_states() {
-    for (std::int64_t at = 0; at < layer.slots; ++at) layer.set_state(at, random_states(setup, 1, layer.random));
-  }
   void check() const {
     for (const Errors* e : {&outputs, &states, &keys, &updates, &gates}) e->check();
   }
 
-  const Case setup;
+  const Case& setup;
   const RecurrenceShape s;
   const bool delta;
-  Layer layer;
+  Layer& layer;
   Errors outputs, states, keys, updates, gates;
 
  protected:

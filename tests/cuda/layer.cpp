@@ -270,6 +270,18 @@ void Layer::put_state(std::int64_t at, const std::vector<float>& state) {
   if (setup.read) put(copy, *setup.read, this->state(at));
 }
 
+void Layer::fill_states() {
+  for (std::int64_t at = 0; at < slots; ++at) put_state(at, random_states(setup, 1, random));
+  write_states();
+}
+
+void Layer::pad() {
+  if (setup.rows <= 2) return;
+  slot.here[0] = -1;
+  slot.here[2] = static_cast<std::int32_t>(slots);
+  slot.write();
+}
+
 void Layer::write_states() {
   for (Stored* to : {&pool, &copy}) {
     if (!to->bytes.here.empty()) to->bytes.write();

@@ -77,6 +77,10 @@ class Layer {
   bool served();
   /// Rounds a state [heads, head_dim, state_dim] into the pools of a slot; the ring stays.
   void set_state(std::int64_t at, const std::vector<float>& state);
+  /// A random state in every slot.
+  void fill_states();
+  /// Of more than two rows, makes the first and the third padding of both kinds.
+  void pad();
   /// One token: decode() and advance_cursors(); fetches all memory. Returns y [tokens, heads head_dim]; of rows that
   /// are padding whatever was there, NaN at first.
   std::vector<float> step(const TokenInputs& inputs);

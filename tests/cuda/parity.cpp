@@ -66,14 +66,11 @@ class Steps : public Follow {
 
 bool CheckParity(Machine& machine, const Case& setup, int tokens) {
   SCOPED_TRACE(setup.text());
-  Steps follow(machine, setup);
-  if (!follow.layer.served()) return false;
-  follow.fill_states();
-  if (setup.rows > 2) {  // padding of both kinds
-    follow.layer.slot.here[0] = -1;
-    follow.layer.slot.here[2] = static_cast<std::int32_t>(follow.layer.slots);
-    follow.layer.slot.write();
-  }
+  Layer layer(machine, setup, 5);
+  if (!layer.served()) return false;
+  layer.fill_states();
+  layer.pad();
+  Steps follow(layer);
   for (int t = 0; t < tokens; ++t) follow.token();
   follow.check();
   return true;
