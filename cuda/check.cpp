@@ -69,8 +69,8 @@ void check_dim(const char* name, std::int64_t dim) {
   if (dim < 1 || dim > kMaxDim) fail(name, ": expected 1 to ", kMaxDim, ", found ", dim);
 }
 
-/// Everything but the inputs.
-void check_step(const Step& step, bool values, bool updates) {
+/// Sizes and what is the same for every recurrence, but for the ring and the cursors.
+void check_layer(const Step& step) {
   const RecurrenceShape& shape = step.shape;
   check_dim("shape.head_dim", shape.head_dim);
   check_dim("shape.state_dim", shape.state_dim);
@@ -85,48 +85,58 @@ void check_step(const Step& step, bool values, bool updates) {
     fail("rows: expected rows x heads up to ", kMaxBlocks, ", found ", step.rows, " x ", shape.heads);
   }
   if (step.slots < 0) fail("slots: expected at least 0, found ", step.slots);
-  if (step.length < 1 || step.length > kMaxBlocks) {
-    fail("length: expected 1 to ", kMaxBlocks, ", found ", step.length);
-  }
   if (step.rows == 0) return;
 
   check_pointer("slot", step.slot, sizeof(std::int32_t));
-  if (step.held) check_pointer("held", step.held, sizeof(std::int32_t));
   check_pool("state", step.state, shape);
   if (step.read.codes) check_pool("read", step.read, shape);
   check_scalar("y_type", step.y_type);
   check_pointer("y", step.y, bytes_of(step.y_type));
   check_stride("y_stride", step.y_stride, shape.heads * shape.head_dim);
   if (step.workspace) check_pointer("workspace", step.workspace, 16);
-  if (step.length == 1) return;
+}
 
+/// Which fields of a ring there are: `values` those of raw records, `updates` those of the delta rule.
+struct Fields {
+  bool values, updates;
+};
+Fields fields(const Mamba2Step&) { return {true, false}; }
+Fields fields(const DeltaStep& step) { return {step.closed_loop, true}; }
+
+void check_ring(const Step& step, const Fields& fields) {
+  const RecurrenceShape& shape = step.shape;
   const Ring& ring = step.ring;
-  if (ring.capacity < step.length - 1) {
-    fail("ring.capacity: expected at least length - 1 = ", step.length - 1, " records, found ", ring.capacity);
-  }
   if (ring.capacity > kMaxRecords / shape.heads) {  // far beyond any memory; products of it fit in 64 bits
     fail("ring.capacity: expected capacity x heads up to ", kMaxRecords, ", found ", ring.capacity, " x ", shape.heads);
   }
   const std::int64_t records = ring.capacity * shape.heads;
-  if (values) {
+  if (fields.values) {
     check_field("ring.v", ring.v, records * shape.head_dim, false);
     check_field("ring.gain", ring.gain, records, true);
   }
-  if (updates) {
+  if (fields.updates) {
     check_field("ring.u", ring.u, records * shape.head_dim, false);
     check_field("ring.log_decay", ring.log_decay, records * shape.decay_dim(), true);
   }
   check_field("ring.w", ring.w, ring.capacity * shape.groups * shape.state_dim, false);
 }
 
-}  // namespace
-
-void check(const Mamba2Step& step) {
+/// What is its own of a recurrence.
+void check_recurrence(const Mamba2Step& step) {
   const RecurrenceShape& shape = step.shape;
   if (shape.recurrence != Recurrence::mamba2) {
     fail("shape.recurrence: expected mamba2 in a Mamba2Step, found ", name(shape.recurrence));
   }
-  check_step(step, true, false);
+}
+void check_recurrence(const DeltaStep& step) {
+  const RecurrenceShape& shape = step.shape;
+  if (!is_delta_rule(shape.recurrence)) {
+    fail("shape.recurrence: expected gated_delta or kda in a DeltaStep, found ", name(shape.recurrence));
+  }
+}
+
+void check_inputs(const Mamba2Step& step) {
+  const RecurrenceShape& shape = step.shape;
   if (!(step.dt_min <= step.dt_max)) {
     fail("dt_min: expected at most dt_max = ", step.dt_max, ", found ", step.dt_min);
   }
@@ -140,12 +150,8 @@ void check(const Mamba2Step& step) {
   if (step.D) check_parameter("D", step.D);
 }
 
-void check(const DeltaStep& step) {
+void check_inputs(const DeltaStep& step) {
   const RecurrenceShape& shape = step.shape;
-  if (!is_delta_rule(shape.recurrence)) {
-    fail("shape.recurrence: expected gated_delta or kda in a DeltaStep, found ", name(shape.recurrence));
-  }
-  check_step(step, step.closed_loop, true);
   if (!std::isfinite(step.beta_scale)) fail("beta_scale: expected a finite number, found ", step.beta_scale);
   if (step.rows == 0) return;
   check_input("q", step.q, shape.groups * shape.state_dim);
@@ -155,6 +161,137 @@ void check(const DeltaStep& step) {
   check_input("beta", step.beta, shape.heads);
   check_parameter("A_log", step.A_log);
   check_parameter("dt_bias", step.dt_bias);
+}
+
+template <class AnyStep>
+void check_decode(const AnyStep& step) {
+  check_recurrence(step);
+  check_layer(step);
+  if (step.length < 1 || step.length > kMaxBlocks) {
+    fail("length: expected 1 to ", kMaxBlocks, ", found ", step.length);
+  }
+  if (step.rows > 0 && step.held) check_pointer("held", step.held, sizeof(std::int32_t));
+  if (step.rows > 0 && step.length > 1) {
+    if (step.ring.capacity < step.length - 1) {
+      fail("ring.capacity: expected at least length - 1 = ", step.length - 1, " records, found ", step.ring.capacity);
+    }
+    check_ring(step, fields(step));
+  }
+  check_inputs(step);
+}
+
+// ---- speculation ----------------------------------------------------------------------------------------------------
+
+void check_drafts(std::int64_t rows, const Drafts& drafts) {
+  if (drafts.tokens < 1 || drafts.tokens > kMaxBlocks) {
+    fail("tokens: expected 1 to ", kMaxBlocks, ", found ", drafts.tokens);
+  }
+  if (rows > kMaxBlocks / drafts.tokens) {
+    fail("tokens: expected rows x tokens up to ", kMaxBlocks, ", found ", rows, " x ", drafts.tokens);
+  }
+  if (rows == 0) return;
+  check_pointer("count", drafts.count, sizeof(std::int32_t));
+  if (drafts.first) check_pointer("first", drafts.first, sizeof(std::int32_t));
+}
+
+void check_plan(std::int64_t rows, const Window& window) {
+  check_drafts(rows, window);
+  if (window.committed < window.tokens || window.committed > kMaxBlocks) {
+    fail("committed: expected tokens = ", window.tokens, " to ", kMaxBlocks, " records, found ", window.committed);
+  }
+  if (window.capacity < window.committed + window.tokens || window.capacity > kMaxBlocks) {
+    fail("capacity: expected committed + tokens = ", window.committed + window.tokens, " to ", kMaxBlocks,
+         " records, found ", window.capacity);
+  }
+  if (rows == 0) return;
+  check_pointer("origin", window.origin, sizeof(std::int32_t));
+  check_pointer("held", window.held, sizeof(std::int32_t));
+}
+
+void check_plan(std::int64_t rows, const Snapshots& snapshots) {
+  check_drafts(rows, snapshots);
+  if (rows > 0) check_pointer("snapshots.slot", snapshots.slot, sizeof(std::int32_t));
+}
+
+template <class AnyStep>
+void check_storage_of(const AnyStep& step, const Window& window) {
+  if (step.ring.capacity != window.capacity) {
+    fail("ring.capacity: expected the window's ", window.capacity, ", found ", step.ring.capacity);
+  }
+  check_ring(step, fields(step));
+}
+void check_storage_of(const Step& step, const Snapshots&) {
+  if (step.read.codes) fail("read.codes: expected null, as an eager state has no read copy");
+}
+
+template <class AnyStep, class Plan>
+void check_verify(const AnyStep& step, const Plan& plan) {
+  check_recurrence(step);
+  check_layer(step);
+  if (step.length != 1) fail("length: expected 1 of a step that verifies, found ", step.length);
+  if (step.held) fail("held: expected null, as a step that verifies has cursors of slots");
+  check_plan(step.rows, plan);
+  if (step.rows > 0) check_storage_of(step, plan);
+  check_inputs(step);
+}
+
+void check_accepted(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const char* what,
+                    const std::int32_t* tokens, const std::int32_t* refused) {
+  if (slots < 0) fail("slots: expected at least 0, found ", slots);
+  if (rows == 0) return;
+  check_pointer("slot", slot, sizeof(std::int32_t));
+  check_pointer(what, tokens, sizeof(std::int32_t));
+  if (refused) check_pointer("refused", refused, sizeof(std::int32_t));
+}
+
+void check_rows_of(std::int64_t rows) {
+  if (rows < 0 || rows > kMaxBlocks) fail("rows: expected 0 to ", kMaxBlocks, ", found ", rows);
+}
+
+}  // namespace
+
+void check(const Mamba2Step& step) { check_decode(step); }
+void check(const DeltaStep& step) { check_decode(step); }
+void check(const Mamba2Step& step, const Window& window) { check_verify(step, window); }
+void check(const DeltaStep& step, const Window& window) { check_verify(step, window); }
+void check(const Mamba2Step& step, const Snapshots& snapshots) { check_verify(step, snapshots); }
+void check(const DeltaStep& step, const Snapshots& snapshots) { check_verify(step, snapshots); }
+
+void check_commit(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Window& window,
+                  const char* what, const std::int32_t* tokens, const std::int32_t* refused) {
+  check_rows_of(rows);
+  check_plan(rows, window);
+  check_accepted(rows, slots, slot, what, tokens, refused);
+}
+
+void check_commit(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Snapshots& snapshots,
+                  const std::int32_t* accepted, const std::int32_t* refused) {
+  check_rows_of(rows);
+  check_plan(rows, snapshots);
+  check_accepted(rows, slots, slot, "accepted", accepted, refused);
+}
+
+void check_commit(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Drafts& drafts,
+                  const ConvolutionWindow& window, const Activations& x, const std::int32_t* accepted) {
+  check_rows_of(rows);
+  check_drafts(rows, drafts);
+  check_accepted(rows, slots, slot, "accepted", accepted, nullptr);
+  if (window.channels < 1 || window.channels > kMaxBlocks) {
+    fail("window.channels: expected 1 to ", kMaxBlocks, ", found ", window.channels);
+  }
+  if (rows > kMaxBlocks / window.channels) {
+    fail("rows: expected rows x channels up to ", kMaxBlocks, ", found ", rows, " x ", window.channels);
+  }
+  if (window.inputs < 0) fail("window.inputs: expected at least 0, found ", window.inputs);
+  if (rows == 0 || window.inputs == 0) return;
+  check_scalar("window.type", window.type);
+  check_pointer("window.data", window.data, bytes_of(window.type));
+  for (const auto& [field, stride] : {std::pair{"window.slot_stride", window.slot_stride},
+                                      {"window.channel_stride", window.channel_stride},
+                                      {"window.input_stride", window.input_stride}}) {
+    check_stride(field, stride, 1);
+  }
+  check_input("x", x, window.channels);
 }
 
 void check_cursors(std::int64_t rows, const std::int32_t* slot, const std::int32_t* held, std::int64_t length) {

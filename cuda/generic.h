@@ -2,7 +2,8 @@
 
 // The generic decode step, private to cuda/: one row of one head's state by one thread, the records of the ring run
 // again one after another on the row in fp32. Simple and right rather than fast, for every shape and type. Plain C++:
-// the kernel in decode_generic.cu and the tests that have no GPU run the same functions.
+// the kernel in decode_generic.cu and the tests that have no GPU run the same functions. cuda/generic_window.h makes
+// speculative steps of the same parts.
 //
 // With exact formats a step that runs the records again has the state that an eager step has, so that the two agree
 // bit for bit.
@@ -49,6 +50,7 @@ struct Place {
   std::int64_t row, slot, head, group;
   std::int64_t held;
   bool flush;
+  std::int64_t origin = 0;  ///< the ring's entry that record 0 lies in
 };
 
 /// Where row `row` of the batch and head `head` work; false where the row is padding.
@@ -127,23 +129,29 @@ REPLAYSSM_HOST_DEVICE void prepare(const Problem& in, const Place& at, int lane,
 
 // ---- records --------------------------------------------------------------------------------------------------------
 
-/// Index of entry i of record j in a field of the given width; `unit` is the head or group.
+/// The entry of the ring that record j lies in.
+REPLAYSSM_HOST_DEVICE inline std::int64_t entry(const Ring& ring, const Place& at, std::int64_t j) {
+  const std::int64_t e = at.origin + j;
+  return e < ring.capacity ? e : e - ring.capacity;
+}
+
+/// Index of element i of entry j in a field of the given width; `unit` is the head or group.
 REPLAYSSM_HOST_DEVICE inline std::int64_t at_record(const Step& step, const RingField& field, std::int64_t slot,
                                                     std::int64_t unit, std::int64_t j, std::int64_t width,
                                                     std::int64_t i) {
   return slot * field.slot_stride + (unit * step.ring.capacity + j) * width + i;
 }
 
-/// Record j of the ring as row p of the state sees it.
+/// An entry of the ring as row p of the state sees it.
 template <bool delta, bool columns>
 struct Stored {
   const Problem& in;
   const Place& at;
-  std::int64_t j;
+  std::int64_t entry;
   int p;
 
   REPLAYSSM_HOST_DEVICE float field(const RingField& f, std::int64_t unit, std::int64_t width, std::int64_t i) const {
-    return load(f.type, f.data, at_record(in.step, f, at.slot, unit, j, width, i));
+    return load(f.type, f.data, at_record(in.step, f, at.slot, unit, entry, width, i));
   }
   REPLAYSSM_HOST_DEVICE float w(int n) const { return field(in.step.ring.w, at.group, in.step.shape.state_dim, n); }
   REPLAYSSM_HOST_DEVICE float v() const { return field(in.step.ring.v, at.head, in.step.shape.head_dim, p); }
@@ -165,6 +173,10 @@ struct Fresh {
   REPLAYSSM_HOST_DEVICE float gain() const { return token.gain; }
   REPLAYSSM_HOST_DEVICE float log_decay(int d) const { return token.log_decay[d]; }
 };
+
+REPLAYSSM_HOST_DEVICE inline Fresh fresh_row(const Problem& in, const Place& at, const Token& token, int p) {
+  return {token, input(in.v, at.row, at.head * in.step.shape.head_dim + p)};
+}
 
 /// The token at hand as its record will hold it.
 struct Rounded {
@@ -190,8 +202,8 @@ REPLAYSSM_HOST_DEVICE void decay(const Record& r, int N, float* s) {
 }
 
 /// s . w, in eight sums.
-template <class Vector>
-REPLAYSSM_HOST_DEVICE float dot(const float* s, const Vector& w, int N) {
+template <class Row, class Vector>
+REPLAYSSM_HOST_DEVICE float dot(const Row& s, const Vector& w, int N) {
   float part[8] = {};
   int n = 0;
   for (; n + 8 <= N; n += 8) {
@@ -219,6 +231,24 @@ REPLAYSSM_HOST_DEVICE void add(float u, const Record& r, int N, float* s) {
   for (int n = 0; n < N; ++n) s[n] = fmaf(u, r.w(n), s[n]);
 }
 
+/// y of row p of a token, from the row s that it met, decayed, and the token itself.
+REPLAYSSM_HOST_DEVICE inline void put_y(const Problem& in, const Place& at, const Fresh& token, int p, float u,
+                                        const float* s) {
+  const struct {
+    const float *s, *w;
+    float u;
+    REPLAYSSM_HOST_DEVICE float operator[](int n) const { return fmaf(u, w[n], s[n]); }
+  } row{s, token.token.w, u};
+  const struct {
+    const float* c;
+    REPLAYSSM_HOST_DEVICE float operator()(int n) const { return c[n]; }
+  } readout{token.token.c};
+  const Step& step = in.step;
+  float y = dot(row, readout, static_cast<int>(step.shape.state_dim));
+  if (in.D) y = fmaf(in.D[at.head], token.value, y);
+  store(step.y_type, step.y, at.row * step.y_stride + at.head * step.shape.head_dim + p, y);
+}
+
 REPLAYSSM_HOST_DEVICE inline void load_row(const Step& step, const StatePool& pool, const Place& at, int p, float* s) {
   const std::int64_t row = at.head * step.shape.head_dim + p;
   const float* scale = has_scale(pool.storage) ? pool.scales + at.slot * pool.scale_slot_stride + row : nullptr;
@@ -240,25 +270,30 @@ template <bool delta, bool columns>
 REPLAYSSM_HOST_DEVICE void run_records(const Problem& in, const Place& at, int p, bool recompute, float* s) {
   const int N = static_cast<int>(in.step.shape.state_dim);
   for (std::int64_t j = 0; j < at.held; ++j) {
-    const Stored<delta, columns> r{in, at, j, p};
+    const Stored<delta, columns> r{in, at, entry(in.step.ring, at, j), p};
     decay<columns>(r, N, s);
     add(recompute || !delta ? form_u<delta>(r, s, N) : r.u(), r, N, s);
   }
 }
 
-/// Appends what belongs to row p of the record. `u`: of the token at hand; s: the row that it met, decayed.
+/// Appends what belongs to row p of the record. `u`: of the token at hand; s: the row that it met, decayed. Returns the
+/// u that later outputs find there.
 template <bool delta>
-REPLAYSSM_HOST_DEVICE void append_row(const Problem& in, const Place& at, const Token& token, int p, float v, float u,
-                                      const float* s) {
+REPLAYSSM_HOST_DEVICE float append_row(const Problem& in, const Place& at, const Token& token, int p, float v, float u,
+                                       const float* s) {
   const Ring& ring = in.step.ring;
-  const std::int64_t P = in.step.shape.head_dim;
+  const std::int64_t P = in.step.shape.head_dim, e = entry(ring, at, at.held);
+  const Rounded record{token, ring, v};
   if (!delta || in.closed_loop) {
-    store(ring.v.type, ring.v.data, at_record(in.step, ring.v, at.slot, at.head, at.held, P, p), v);
+    store(ring.v.type, ring.v.data, at_record(in.step, ring.v, at.slot, at.head, e, P, p), v);
   }
   if constexpr (delta) {
     // Later outputs of a closed loop read the u of the record as it is stored, those of an open loop the token's own.
-    if (in.closed_loop) u = form_u<true>(Rounded{token, ring, v}, s, static_cast<int>(in.step.shape.state_dim));
-    store(ring.u.type, ring.u.data, at_record(in.step, ring.u, at.slot, at.head, at.held, P, p), u);
+    if (in.closed_loop) u = form_u<true>(record, s, static_cast<int>(in.step.shape.state_dim));
+    store(ring.u.type, ring.u.data, at_record(in.step, ring.u, at.slot, at.head, e, P, p), u);
+    return rounded(ring.u.type, u);
+  } else {
+    return form_u<false>(record, s, 0);
   }
 }
 
@@ -267,18 +302,18 @@ template <bool delta, bool columns>
 REPLAYSSM_HOST_DEVICE void append_head(const Problem& in, const Place& at, const Token& token, int lane, int lanes) {
   const Ring& ring = in.step.ring;
   const int N = static_cast<int>(in.step.shape.state_dim), D = columns ? N : 1;
-  const std::int64_t heads_per_group = in.step.shape.heads / in.step.shape.groups;
+  const std::int64_t heads_per_group = in.step.shape.heads / in.step.shape.groups, e = entry(ring, at, at.held);
   if (at.head % heads_per_group == 0) {
     for (int n = lane; n < N; n += lanes) {
-      store(ring.w.type, ring.w.data, at_record(in.step, ring.w, at.slot, at.group, at.held, N, n), token.w[n]);
+      store(ring.w.type, ring.w.data, at_record(in.step, ring.w, at.slot, at.group, e, N, n), token.w[n]);
     }
   }
   if (lane == 0 && (!delta || in.closed_loop)) {
-    store(Scalar::fp32, ring.gain.data, at_record(in.step, ring.gain, at.slot, at.head, at.held, 1, 0), token.gain);
+    store(Scalar::fp32, ring.gain.data, at_record(in.step, ring.gain, at.slot, at.head, e, 1, 0), token.gain);
   }
   if constexpr (delta) {
     for (int d = lane; d < D; d += lanes) {
-      store(Scalar::fp32, ring.log_decay.data, at_record(in.step, ring.log_decay, at.slot, at.head, at.held, D, d),
+      store(Scalar::fp32, ring.log_decay.data, at_record(in.step, ring.log_decay, at.slot, at.head, e, D, d),
             token.log_decay[d]);
     }
   }
@@ -289,9 +324,8 @@ template <bool delta, bool columns>
 REPLAYSSM_HOST_DEVICE void step_row(const Problem& in, const Place& at, const Token& token, int p) {
   const Step& step = in.step;
   const int N = static_cast<int>(step.shape.state_dim);
-  const std::int64_t column = at.head * step.shape.head_dim + p;
   const bool split = step.read.codes != nullptr, open = delta && !in.closed_loop;
-  const Fresh fresh{token, input(in.v, at.row, column)};
+  const Fresh fresh = fresh_row(in, at, token, p);
   float s[kMaxDim];
 
   float u = 0;
@@ -307,17 +341,9 @@ REPLAYSSM_HOST_DEVICE void step_row(const Problem& in, const Place& at, const To
   decay<columns>(fresh, N, s);
   if (!from_copy) u = form_u<delta>(fresh, s, N);
   if (!at.flush) append_row<delta>(in, at, token, p, fresh.value, u, s);
-  add(u, fresh, N, s);
-
-  struct {
-    const float* c;
-    REPLAYSSM_HOST_DEVICE float operator()(int n) const { return c[n]; }
-  } const readout{token.c};
-  float y = dot(s, readout, N);
-  if (in.D) y = fmaf(in.D[at.head], fresh.value, y);
-  store(step.y_type, step.y, at.row * step.y_stride + column, y);
-
+  put_y(in, at, fresh, p, u, s);
   if (at.flush) {
+    add(u, fresh, N, s);
     store_row(step, step.state, at, p, s);
     if (split) store_row(step, step.read, at, p, s);
   }

@@ -4,7 +4,7 @@
 #include "cuda/backend.h"
 #include "cuda/bench.h"
 #include "cuda/convert.h"
-#include "cuda/decode.h"
+#include "cuda/speculate.h"
 
 namespace replayssm::cuda {
 namespace {
@@ -19,6 +19,26 @@ void decode(const Mamba2Step&, CUstream_st*, Kernel) { refuse("decode"); }
 void decode(const DeltaStep&, CUstream_st*, Kernel) { refuse("decode"); }
 void advance_cursors(std::int64_t, const std::int32_t*, std::int32_t*, std::int64_t, CUstream_st*) {
   refuse("advance_cursors");
+}
+void verify(const Mamba2Step&, const Window&, CUstream_st*, Kernel) { refuse("verify"); }
+void verify(const DeltaStep&, const Window&, CUstream_st*, Kernel) { refuse("verify"); }
+void verify(const Mamba2Step&, const Snapshots&, CUstream_st*, Kernel) { refuse("verify"); }
+void verify(const DeltaStep&, const Snapshots&, CUstream_st*, Kernel) { refuse("verify"); }
+void commit(std::int64_t, std::int64_t, const std::int32_t*, const Window&, const std::int32_t*, std::int32_t*,
+            CUstream_st*) {
+  refuse("commit");
+}
+void commit(std::int64_t, std::int64_t, std::int32_t*, const Snapshots&, const std::int32_t*, std::int32_t*,
+            CUstream_st*) {
+  refuse("commit");
+}
+void roll_back(std::int64_t, std::int64_t, const std::int32_t*, const Window&, const std::int32_t*, std::int32_t*,
+               CUstream_st*) {
+  refuse("roll_back");
+}
+void commit_convolution(std::int64_t, std::int64_t, const std::int32_t*, const Drafts&, const ConvolutionWindow&,
+                        const Activations&, const std::int32_t*, CUstream_st*) {
+  refuse("commit_convolution");
 }
 void encode_rows(Storage, const float*, std::int64_t, std::int64_t, void*, float*, CUstream_st*) {
   refuse("encode_rows");

@@ -33,7 +33,7 @@ std::vector<Case> Cases() {
 /// A layer with a random state in every slot.
 struct Filled : Layer {
   Filled(Machine& machine, const Case& the_setup, unsigned seed = 3) : Layer(machine, the_setup, seed) {
-    for (std::int64_t at = 0; at < slots; ++at) set_state(at, random_states(setup, 1, random));
+    fill_states();
   }
 };
 

@@ -38,6 +38,32 @@ class Gpu : public Machine {
     cuda::advance_cursors(rows, slot, held, length, nullptr);
     wait();
   }
+  bool verifies() override { return kernel_ == Kernel::generic; }
+  void verify(const Mamba2Step& step, const Window& window) override { run(step, window); }
+  void verify(const DeltaStep& step, const Window& window) override { run(step, window); }
+  void verify(const Mamba2Step& step, const Snapshots& snapshots) override { run(step, snapshots); }
+  void verify(const DeltaStep& step, const Snapshots& snapshots) override { run(step, snapshots); }
+  void commit(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Window& window,
+              const std::int32_t* accepted, std::int32_t* refused) override {
+    cuda::commit(rows, slots, slot, window, accepted, refused, nullptr);
+    wait();
+  }
+  void commit(std::int64_t rows, std::int64_t slots, std::int32_t* slot, const Snapshots& snapshots,
+              const std::int32_t* accepted, std::int32_t* refused) override {
+    cuda::commit(rows, slots, slot, snapshots, accepted, refused, nullptr);
+    wait();
+  }
+  void roll_back(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Window& window,
+                 const std::int32_t* tokens, std::int32_t* refused) override {
+    cuda::roll_back(rows, slots, slot, window, tokens, refused, nullptr);
+    wait();
+  }
+  void commit_convolution(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Drafts& drafts,
+                          const ConvolutionWindow& window, const Activations& x,
+                          const std::int32_t* accepted) override {
+    cuda::commit_convolution(rows, slots, slot, drafts, window, x, accepted, nullptr);
+    wait();
+  }
   void encode_rows(Storage storage, const float* data, std::int64_t rows, std::int64_t n, void* codes,
                    float* scales) override {
     cuda::encode_rows(storage, data, rows, n, codes, scales, nullptr);
@@ -53,6 +79,11 @@ class Gpu : public Machine {
   template <class AnyStep>
   void run(const AnyStep& step) {
     cuda::decode(step, nullptr, kernel_);
+    wait();
+  }
+  template <class AnyStep, class Plan>
+  void run(const AnyStep& step, const Plan& plan) {
+    cuda::verify(step, plan, nullptr, kernel_);
     wait();
   }
   void wait() { require(cudaDeviceSynchronize(), "a kernel"); }

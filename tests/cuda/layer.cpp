@@ -52,6 +52,7 @@ std::string Case::text() const {
   out += " " + name_of(state) + (read ? " read " + name_of(*read) : "") + " ring " + name_of(ring);
   if (ring_u) out += " u " + name_of(*ring_u);
   if (is_delta(*this)) out += closed ? " closed" : " open";
+  if (committed > 0) out += " T" + n(window) + " W" + n(committed);
   return out + " inputs " + name_of(input) + " y " + name_of(y) + " rows " + n(rows);
 }
 
@@ -73,13 +74,13 @@ float value_at(Scalar type, const std::uint8_t* bytes, std::int64_t i) {
 
 TokenInputs random_inputs(const Case& setup, std::mt19937& random) {
   const auto& s = setup.shape;
-  const std::int64_t rows = setup.rows;
+  const std::int64_t tokens = setup.tokens();
   TokenInputs in;
-  in.v = uniform(rows * s.heads * s.head_dim, -1, 1, random);
-  in.w = uniform(rows * s.groups * s.state_dim, -1, 1, random);
-  in.c = uniform(rows * s.groups * s.state_dim, -1, 1, random);
-  in.gate = uniform(rows * s.heads * s.decay_dim(), -6, 3, random);
-  if (is_delta(setup)) in.beta = uniform(rows * s.heads, -3, 3, random);
+  in.v = uniform(tokens * s.heads * s.head_dim, -1, 1, random);
+  in.w = uniform(tokens * s.groups * s.state_dim, -1, 1, random);
+  in.c = uniform(tokens * s.groups * s.state_dim, -1, 1, random);
+  in.gate = uniform(tokens * s.heads * s.decay_dim(), -6, 3, random);
+  if (is_delta(setup)) in.beta = uniform(tokens * s.heads, -3, 3, random);
   for (auto* field : {&in.v, &in.w, &in.c, &in.gate, &in.beta}) {
     round_rows(format_of(setup.input), field->data(), 1, static_cast<std::int64_t>(field->size()));
   }
@@ -106,7 +107,9 @@ Layer::Layer(Machine& machine, const Case& the_setup, const Parameters& the_para
     : setup(the_setup),
       parameters(the_parameters),
       slots(setup.rows + 2),
-      capacity(setup.length == 1 ? 0 : setup.length + 1),
+      capacity(setup.committed > 0 ? setup.committed + setup.window + 1
+               : setup.length == 1 ? 0
+                                   : setup.length + 1),
       random(seed),
       slot(machine),
       held(machine),
@@ -171,7 +174,7 @@ void Layer::make_memory() {
   make_pool(pool, setup.state);
   if (setup.read) make_pool(copy, *setup.read);
   y_stride_ = up(s.heads * s.head_dim) + kGap;
-  y.write(std::vector<std::uint8_t>(size(y_stride_ * setup.rows * bytes_of(setup.y)), 0xFF));
+  y.write(std::vector<std::uint8_t>(size(y_stride_ * setup.tokens() * bytes_of(setup.y)), 0xFF));
   A_log_.write(parameters.A_log);
   dt_bias_.write(parameters.dt_bias);
   if (!parameters.D.empty()) D_.write(parameters.D);
@@ -194,7 +197,7 @@ void Layer::connect() {
   step.y = y.there();
   step.y_stride = y_stride_;
   const bool values = !is_delta(setup) || setup.closed, updates = is_delta(setup);
-  if (setup.length > 1) {
+  if (capacity > 0) {
     step.ring.capacity = capacity;
     step.ring.w = make_field(w, setup.ring, s.groups * s.state_dim);
     if (values) step.ring.v = make_field(v, setup.ring, s.heads * s.head_dim);
@@ -267,6 +270,18 @@ void Layer::put_state(std::int64_t at, const std::vector<float>& state) {
   if (setup.read) put(copy, *setup.read, this->state(at));
 }
 
+void Layer::fill_states() {
+  for (std::int64_t at = 0; at < slots; ++at) put_state(at, random_states(setup, 1, random));
+  write_states();
+}
+
+void Layer::pad() {
+  if (setup.rows <= 2) return;
+  slot.here[0] = -1;
+  slot.here[2] = static_cast<std::int32_t>(slots);
+  slot.write();
+}
+
 void Layer::write_states() {
   for (Stored* to : {&pool, &copy}) {
     if (!to->bytes.here.empty()) to->bytes.write();
@@ -297,9 +312,9 @@ std::vector<float> Layer::record(const Stored& field, Scalar type, std::int64_t 
 Activations Layer::upload(Array<std::uint8_t>& to, const std::vector<float>& from, std::int64_t width, bool wide) {
   const Scalar type = wide ? Scalar::fp32 : setup.input;
   const std::int64_t stride = up(width) + kGap, b = bytes_of(type);
-  std::vector<std::uint8_t> bytes(size(stride * setup.rows * b), 0xFF);
+  std::vector<std::uint8_t> bytes(size(stride * setup.tokens() * b), 0xFF);
   const auto codes = encoded(type, from);
-  for (std::int64_t r = 0; r < setup.rows; ++r) {
+  for (std::int64_t r = 0; r < setup.tokens(); ++r) {
     std::copy_n(codes.begin() + r * width * b, width * b, bytes.begin() + r * stride * b);
   }
   return {type, to.write(std::move(bytes)), stride};
@@ -345,7 +360,7 @@ std::vector<float> Layer::fetch() {
   }
   y.read();
   std::vector<float> out;
-  for (std::int64_t r = 0; r < setup.rows; ++r) {
+  for (std::int64_t r = 0; r < setup.tokens(); ++r) {
     for (std::int64_t i = 0; i < s.heads * s.head_dim; ++i) {
       out.push_back(value_at(setup.y, y.here.data(), r * y_stride_ + i));
     }

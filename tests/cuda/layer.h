@@ -1,8 +1,9 @@
 #pragma once
 
-// One layer of a served model on a machine: pools, rings, cursors, and the inputs of a token, all of them with gaps
+// One layer of a served model on a machine: pools, rings, cursors, and the inputs of a step, all of them with gaps
 // between slots and rows, and everything that no kernel may read filled with 0xFF, which is NaN in every type.
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <random>
@@ -29,8 +30,12 @@ struct Case {
   bool skip = true;  ///< with D x, for Mamba-2
   float dt_min = 0, dt_max = std::numeric_limits<float>::infinity(), beta_scale = 1;
   bool staggered = false;  ///< row r begins with r mod length records
+  /// Of a step that verifies: T and W, both at least 1.
+  std::int64_t window = 0, committed = 0;
   std::string text() const;
   Scalar u_type() const { return ring_u.value_or(ring); }
+  /// Rows of activations and y.
+  std::int64_t tokens() const { return rows * std::max<std::int64_t>(window, 1); }
 };
 
 bool is_delta(const Case& setup);
@@ -39,7 +44,7 @@ Format format_of(Scalar type);
 std::string name_of(Storage storage);
 std::string name_of(Scalar type);
 
-/// Inputs of one token, [rows, width] without gaps: x, B, C, dt of Mamba-2; v, k, q, gate, beta of the delta rule.
+/// Inputs of one step, [tokens, width] without gaps: x, B, C, dt of Mamba-2; v, k, q, gate, beta of the delta rule.
 struct TokenInputs {
   std::vector<float> v, w, c, gate, beta;
 };
@@ -72,8 +77,12 @@ class Layer {
   bool served();
   /// Rounds a state [heads, head_dim, state_dim] into the pools of a slot; the ring stays.
   void set_state(std::int64_t at, const std::vector<float>& state);
-  /// One token: decode() and advance_cursors(); fetches all memory. Returns y [rows, heads head_dim]; of rows that are
-  /// padding whatever was there, NaN at first.
+  /// A random state in every slot.
+  void fill_states();
+  /// Of more than two rows, makes the first and the third padding of both kinds.
+  void pad();
+  /// One token: decode() and advance_cursors(); fetches all memory. Returns y [tokens, heads head_dim]; of rows that
+  /// are padding whatever was there, NaN at first.
   std::vector<float> step(const TokenInputs& inputs);
   /// The parts of step() around the two calls.
   void set_inputs(const TokenInputs& inputs);
@@ -87,6 +96,8 @@ class Layer {
   /// Record j of a field, [heads or groups, width].
   std::vector<float> record(const Stored& field, Scalar type, std::int64_t units, std::int64_t width, std::int64_t at,
                             std::int64_t j) const;
+
+  Step& common() { return is_delta(setup) ? static_cast<Step&>(delta) : mamba2; }
 
   const Case setup;
   const Parameters parameters;
@@ -105,7 +116,6 @@ class Layer {
   void fill_records(std::int64_t row);
   void put_state(std::int64_t at, const std::vector<float>& state);
   void write_states();
-  Step& common() { return is_delta(setup) ? static_cast<Step&>(delta) : mamba2; }
   std::vector<float> decoded(const Stored& from, Storage storage, std::int64_t at) const;
   void make_pool(Stored& to, Storage storage);
   RingField make_field(Stored& to, Scalar type, std::int64_t elements);

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/decode.h"
+#include "cuda/speculate.h"
 
 namespace replayssm::cuda::tests {
 
@@ -27,6 +27,21 @@ class Machine {
   virtual void decode(const DeltaStep& step) = 0;
   virtual void advance_cursors(std::int64_t rows, const std::int32_t* slot, std::int32_t* held,
                                std::int64_t length) = 0;
+  /// Whether its kernel is made for windows of tokens.
+  virtual bool verifies() = 0;
+  virtual void verify(const Mamba2Step& step, const Window& window) = 0;
+  virtual void verify(const DeltaStep& step, const Window& window) = 0;
+  virtual void verify(const Mamba2Step& step, const Snapshots& snapshots) = 0;
+  virtual void verify(const DeltaStep& step, const Snapshots& snapshots) = 0;
+  virtual void commit(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Window& window,
+                      const std::int32_t* accepted, std::int32_t* refused) = 0;
+  virtual void commit(std::int64_t rows, std::int64_t slots, std::int32_t* slot, const Snapshots& snapshots,
+                      const std::int32_t* accepted, std::int32_t* refused) = 0;
+  virtual void roll_back(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Window& window,
+                         const std::int32_t* tokens, std::int32_t* refused) = 0;
+  virtual void commit_convolution(std::int64_t rows, std::int64_t slots, const std::int32_t* slot, const Drafts& drafts,
+                                  const ConvolutionWindow& window, const Activations& x,
+                                  const std::int32_t* accepted) = 0;
   virtual void encode_rows(Storage storage, const float* data, std::int64_t rows, std::int64_t n, void* codes,
                            float* scales) = 0;
   virtual void decode_rows(Storage storage, const void* codes, const float* scales, std::int64_t rows, std::int64_t n,

@@ -1,147 +1,14 @@
 #include "tests/cuda/parity.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-
-#include "tests/cuda/step_oracle.h"
+#include "tests/cuda/follow.h"
 
 namespace replayssm::cuda::tests {
 namespace {
 
-using oracle::Vec;
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-template <class T>
-Vec<T> part(const Vec<T>& x, std::int64_t first, std::int64_t n) {
-  return Vec<T>(x.begin() + first, x.begin() + first + n);
-}
-
-/// Errors of one kind of value, summed as squares over a run. What is fair: twice the error of the naive fp32 version,
-/// and half an ulp of fp32, for an operation that the naive version happens to have exact.
-class Errors {
+/// Decode steps of a layer.
+class Steps : public Follow {
  public:
-  Errors(std::string what, Format format) : what_(std::move(what)), format_(format) {}
-
-  /// Rows of n: values as stored, the naive version's before they are stored, and the true ones.
-  void add(const Vec<float>& stored, const Vec<float>& naive, const Vec<double>& truth, std::size_t n) {
-    ASSERT_EQ(stored.size(), truth.size()) << what_;
-    ASSERT_EQ(naive.size(), truth.size()) << what_;
-    for (std::size_t i = 0; i < truth.size(); ++i) {
-      add(found_, double{stored[i]} - truth[i]);
-      add(naive_, double{naive[i]} - truth[i]);
-      add(norm_, truth[i]);
-    }
-    if (format_.element.mantissa_bits != 23) kept_.push_back({stored, truth, n});
-  }
-  double allowed() const { return 2 * std::sqrt(naive_) + std::ldexp(std::sqrt(norm_), -24); }
-
-  void check() const {
-    if (format_.element.mantissa_bits == 23) {
-      EXPECT_LE(std::sqrt(found_), allowed()) << what_;
-    }
-    for (const auto& kept : kept_) check_rounded(kept);
-  }
-
- private:
-  struct Kept {
-    Vec<float> stored;
-    Vec<double> truth;
-    std::size_t n;
-  };
-  // NaN, too, is an error.
-  static void add(double& sum, double error) { sum += std::isnan(error) ? HUGE_VAL : error * error; }
-
-  /// By the monotony of rounding, what was stored lies between the rounded ends of where arithmetic may have moved the
-  /// value. The scale of a row moves with its largest element, and by half an ulp of fp32, which it is rounded to.
-  void check_rounded(const Kept& kept) const {
-    const double error = allowed();
-    int wrong = 0;
-    for (std::size_t row = 0; row < kept.truth.size(); row += kept.n) {
-      double scale = 1, slack = 0;
-      if (format_.scale == Scale::row) {
-        double largest = 0;
-        for (std::size_t i = row; i < row + kept.n; ++i) largest = std::max(largest, std::abs(kept.truth[i]));
-        scale = static_cast<float>(largest / decode<double>(format_.element, format_.element.max_code));
-        if (scale == 0) scale = 1;
-        slack = error + std::ldexp(largest, -24);
-      }
-      for (std::size_t i = row; i < row + kept.n; ++i) {
-        const auto end = [&](double sign) {
-          const double moved = (kept.truth[i] + sign * (error + slack)) / scale;
-          return round_to(format_.element, moved) * scale + sign * slack;
-        };
-        wrong += !(end(-1) <= double{kept.stored[i]} && double{kept.stored[i]} <= end(+1));
-      }
-    }
-    EXPECT_EQ(wrong, 0) << what_ << ": elements that are not the rounded truth, of " << kept.truth.size();
-  }
-
-  std::string what_;
-  Format format_;
-  double found_ = 0, naive_ = 0, norm_ = 0;
-  std::vector<Kept> kept_;
-};
-
-/// The memory of a layer before a step, and what of it the step may change.
-class Untouched {
- public:
-  explicit Untouched(const Layer& layer) {
-    for (const Stored* stored : all(layer)) {
-      bytes_.push_back(stored->bytes.here);
-      scales_.push_back(stored->scales.here);
-    }
-  }
-  /// Takes over elements of a field from after the step.
-  void allow(const Layer& layer, const Stored& stored, std::int64_t first, std::int64_t n, std::int64_t bytes) {
-    for (std::size_t i = 0; i < bytes_.size(); ++i) {
-      if (all(layer)[i] != &stored) continue;
-      std::copy_n(stored.bytes.here.begin() + first * bytes, n * bytes, bytes_[i].begin() + first * bytes);
-    }
-  }
-  void allow_scales(const Layer& layer, const Stored& stored, std::int64_t first, std::int64_t n) {
-    for (std::size_t i = 0; i < bytes_.size(); ++i) {
-      if (all(layer)[i] != &stored || scales_[i].empty()) continue;
-      std::copy_n(stored.scales.here.begin() + first, n, scales_[i].begin() + first);
-    }
-  }
-  void check(const Layer& layer) const {
-    const char* names[] = {"state", "read copy", "v", "u", "w", "gain", "log_decay"};
-    for (std::size_t i = 0; i < bytes_.size(); ++i) {
-      EXPECT_TRUE(bytes_[i] == all(layer)[i]->bytes.here) << "bytes of " << names[i] << " that no step may write";
-      const auto& scales = all(layer)[i]->scales.here;
-      EXPECT_TRUE(scales.empty() || std::memcmp(scales_[i].data(), scales.data(), 4 * scales.size()) == 0)
-          << "scales of " << names[i] << " that no step may write";
-    }
-  }
-
- private:
-  static std::vector<const Stored*> all(const Layer& l) {
-    return {&l.pool, &l.copy, &l.v, &l.u, &l.w, &l.gain, &l.log_decay};
-  }
-  std::vector<std::vector<std::uint8_t>> bytes_;
-  std::vector<std::vector<float>> scales_;
-};
-
-/// A layer and the comparison of its steps.
-class Follow {
- public:
-  Follow(Machine& machine, const Case& the_setup)
-      : setup(the_setup),
-        s(setup.shape),
-        delta(is_delta(setup)),
-        layer(machine, setup, 5),
-        outputs("outputs", format_of(setup.y)),
-        states("stored states", format_of(setup.state)),
-        keys("appended w", format_of(setup.ring)),
-        updates("appended u", format_of(setup.u_type())),
-        gates("appended gates", format_of(Scalar::fp32)) {
-    if (!layer.served()) return;
-    for (std::int64_t at = 0; at < layer.slots; ++at) layer.set_state(at, random_states(setup, 1, layer.random));
-  }
+  using Follow::Follow;
 
   void token() {
     const TokenInputs in = random_inputs(setup, layer.random);
@@ -160,170 +27,38 @@ class Follow {
       const std::int64_t at = layer.slot.here[size(r)];
       const bool padding = at < 0 || at >= layer.slots, flush = held[size(r)] == setup.length - 1;
       for (std::int64_t h = 0; h < s.heads; ++h) {
-        const std::vector<float> row_y = part(y, (r * s.heads + h) * s.head_dim, s.head_dim);
+        const std::int64_t i = r * s.heads + h;
+        const std::vector<float> row_y = part(y, i * s.head_dim, s.head_dim);
         if (padding) {
           for (const float value : row_y) EXPECT_TRUE(std::isnan(value)) << "y of a padded row was written";
           continue;
         }
-        compare(in, r, h, held[size(r)], wide[size(r * s.heads + h)], narrow[size(r * s.heads + h)], row_y);
+        compare(raw(in, r, h), at, h, held[size(r)], wide[size(i)], narrow[size(i)], row_y);
       }
       if (padding) {
         EXPECT_EQ(layer.held.here[size(r)], at < 0 ? held[size(r)] : layer.held.here[size(r)]);
-      } else {
-        EXPECT_EQ(layer.held.here[size(r)], flush ? 0 : held[size(r)] + 1);
-        allow(rest, at, held[size(r)], flush);
+        continue;
       }
+      EXPECT_EQ(layer.held.here[size(r)], flush ? 0 : held[size(r)] + 1);
+      if (!flush) {
+        allow_entry(rest, at, held[size(r)]);
+        continue;
+      }
+      allow_state(rest, at);
+      if (setup.read) check_copy(at);
     }
     rest.check(layer);
   }
 
-  void check() const {
-    for (const Errors* e : {&outputs, &states, &keys, &updates, &gates}) e->check();
-  }
-
-  const Case setup;
-  const RecurrenceShape s;
-  const bool delta;
-  Layer layer;
-  Errors outputs, states, keys, updates, gates;
-
  private:
   template <class T>
-  using Head = oracle::Head<T>;
-
-  template <class T>
   Head<T> head(std::int64_t r, std::int64_t h, std::int64_t held) const {
-    const std::int64_t at = layer.slot.here[size(r)], P = s.head_dim, N = s.state_dim, D = s.decay_dim();
-    Head<T> out;
-    if (at < 0 || at >= layer.slots) return out;
-    out.delta = delta;
-    out.open = delta && !setup.closed;
+    const std::int64_t at = layer.slot.here[size(r)];
+    if (at < 0 || at >= layer.slots) return {};
+    Head<T> out = stored_head<T>(at, h);
     out.flush = held == setup.length - 1;
-    out.anchor = oracle::as<T>(part(layer.state(at), h * P * N, P * N));
-    out.read = oracle::as<T>(part(layer.read_copy(at), h * P * N, P * N));
-    out.rate = -std::exp(T(layer.parameters.A_log[size(h)]));
-    for (std::int64_t j = 0; j < held; ++j) out.ring.push_back(record<T>(at, h, j, D));
+    for (std::int64_t j = 0; j < held; ++j) out.ring.push_back(record<T>(at, h, j));
     return out;
-  }
-
-  template <class T>
-  oracle::Record<T> record(std::int64_t at, std::int64_t h, std::int64_t j, std::int64_t D) const {
-    const auto field = [&](const Stored& stored, Scalar type, std::int64_t units, std::int64_t unit,
-                           std::int64_t width) {
-      if (stored.bytes.here.empty()) return Vec<T>(size(width), T(0));
-      return oracle::as<T>(part(layer.record(stored, type, units, width, at, j), unit * width, width));
-    };
-    oracle::Record<T> r;
-    r.v = field(layer.v, setup.ring, s.heads, h, s.head_dim);
-    r.w = field(layer.w, setup.ring, s.groups, s.group(h), s.state_dim);
-    r.u = field(layer.u, setup.u_type(), s.heads, h, s.head_dim);
-    r.g = field(layer.log_decay, Scalar::fp32, s.heads, h, D);
-    r.gain = field(layer.gain, Scalar::fp32, s.heads, h, 1)[0];
-    return r;
-  }
-
-  oracle::Raw raw(const TokenInputs& in, std::int64_t r, std::int64_t h) const {
-    const std::int64_t N = s.state_dim, D = s.decay_dim(), g = r * s.groups + s.group(h), i = r * s.heads + h;
-    const Parameters& p = layer.parameters;
-    return {part(in.v, i * s.head_dim, s.head_dim),
-            part(in.w, g * N, N),
-            part(in.c, g * N, N),
-            part(in.gate, i * D, D),
-            part(p.dt_bias, h * D, D),
-            delta ? in.beta[size(i)] : 0.0F,
-            p.A_log[size(h)],
-            p.D.empty() ? 0.0F : p.D[size(h)],
-            setup.dt_min,
-            setup.dt_max,
-            setup.beta_scale};
-  }
-
-  void compare(const TokenInputs& in, std::int64_t r, std::int64_t h, std::int64_t held, const Head<double>& wide,
-               const Head<float>& narrow, const std::vector<float>& y) {
-    const std::int64_t at = layer.slot.here[size(r)], P = s.head_dim, N = s.state_dim, D = s.decay_dim();
-    const oracle::Raw x = raw(in, r, h);
-    const auto token = oracle::prepared<double>(delta, x);
-    const auto naive_token = oracle::prepared<float>(delta, x);
-    const oracle::Step<double> step(wide, token);
-    const oracle::Step<float> naive_step(narrow, naive_token);
-    auto truth = step.run();
-    auto naive = naive_step.run();
-    for (std::size_t p = 0; p < x.v.size(); ++p) {
-      truth.y[p] += double{x.D} * double{x.v[p]};
-      naive.y[p] += x.D * x.v[p];
-    }
-    outputs.add(y, naive.y, truth.y, size(P));
-    if (wide.flush) {
-      states.add(part(layer.state(at), h * P * N, P * N), naive.state, truth.state, size(N));
-      return;
-    }
-    const auto kept = record<double>(at, h, held, D);
-    const auto kept_naive = record<float>(at, h, held, D);
-    keys.add(kept_naive.w, naive_token.w, token.w, size(N));
-    if (!delta || setup.closed) {
-      Vec<float> v = x.v;
-      round_rows(format_of(setup.ring), v.data(), 1, P);
-      EXPECT_EQ(kept_naive.v, v) << "appended v";
-      gates.add({kept_naive.gain}, {naive_token.gain}, {token.gain}, 1);
-    }
-    if (!delta) return;
-    gates.add(kept_naive.g, naive_token.g, token.g, size(D));
-    if (setup.closed) {  // of the record as it is stored, with the gates of the token
-      const auto as_stored = [](const auto& record, auto with) {
-        with.v = record.v;
-        with.w = record.w;
-        return with;
-      };
-      updates.add(kept_naive.u, naive_step.u_of(as_stored(kept_naive, naive_token)), step.u_of(as_stored(kept, token)),
-                  size(P));
-    } else {
-      updates.add(kept_naive.u, naive.u, truth.u, size(P));
-    }
-  }
-
-  /// What the step of a row may have written.
-  void allow(Untouched& rest, std::int64_t at, std::int64_t held, bool flush) {
-    const std::int64_t P = s.head_dim, N = s.state_dim, rows = s.heads * P;
-    if (flush) {
-      const auto whole = [&](const Stored& to, Storage storage) {
-        rest.allow(layer, to, at * to.stride, rows * N, format_of(storage).code_bytes(1));
-        rest.allow_scales(layer, to, at * to.scale_stride, rows);
-      };
-      whole(layer.pool, setup.state);
-      if (!setup.read) return;
-      whole(layer.copy, *setup.read);
-      check_copy(at);
-      return;
-    }
-    const auto one = [&](const Stored& to, Scalar type, std::int64_t units, std::int64_t width) {
-      if (to.bytes.here.empty()) return;
-      for (std::int64_t i = 0; i < units; ++i) {
-        const std::int64_t first = at * to.stride + (i * layer.capacity + held) * width;
-        rest.allow(layer, to, first, width, type == Scalar::fp32 ? 4 : 2);
-      }
-    };
-    one(layer.v, setup.ring, s.heads, P);
-    one(layer.u, setup.u_type(), s.heads, P);
-    one(layer.w, setup.ring, s.groups, N);
-    one(layer.gain, Scalar::fp32, s.heads, 1);
-    one(layer.log_decay, Scalar::fp32, s.heads, s.decay_dim());
-  }
-
-  /// The read copy holds the bits of the rounded anchor as it is stored.
-  void check_copy(std::int64_t at) const {
-    const std::int64_t rows = s.heads * s.head_dim;
-    const Format format = format_of(*setup.read);
-    const std::vector<float> anchor = layer.state(at);
-    std::vector<std::byte> codes(size(rows * format.code_bytes(s.state_dim)));
-    std::vector<float> scales(size(rows));
-    replayssm::encode_rows(format, anchor.data(), rows, s.state_dim, codes.data(), scales.data());
-    EXPECT_EQ(std::memcmp(codes.data(), layer.copy.bytes.here.data() + format.code_bytes(at * layer.copy.stride),
-                          codes.size()),
-              0)
-        << "codes of the read copy";
-    if (format.scale == Scale::row) {
-      EXPECT_EQ(part(layer.copy.scales.here, at * layer.copy.scale_stride, rows), scales);
-    }
   }
 };
 
@@ -331,13 +66,11 @@ class Follow {
 
 bool CheckParity(Machine& machine, const Case& setup, int tokens) {
   SCOPED_TRACE(setup.text());
-  Follow follow(machine, setup);
-  if (!follow.layer.served()) return false;
-  if (setup.rows > 2) {  // padding of both kinds
-    follow.layer.slot.here[0] = -1;
-    follow.layer.slot.here[2] = static_cast<std::int32_t>(follow.layer.slots);
-    follow.layer.slot.write();
-  }
+  Layer layer(machine, setup, 5);
+  if (!layer.served()) return false;
+  layer.fill_states();
+  layer.pad();
+  Steps follow(layer);
   for (int t = 0; t < tokens; ++t) follow.token();
   follow.check();
   return true;

@@ -115,22 +115,22 @@ class Step {
     }
     us.push_back(out.u);
     const std::size_t N = c_.size();
-    out.state = head_.anchor;
-    const Vec<T> ones(N, T(1)), whole = decayed(ones, 0, h);
-    Vec<Vec<T>> left;  // of each record
-    for (std::size_t j = 0; j <= h; ++j) left.push_back(decayed(ones, j + 1, h));
-    for (std::size_t i = 0; i < out.state.size(); ++i) {
-      const std::size_t p = i / N, n = i % N;
-      T sum = whole[n] * head_.anchor[i];
-      for (std::size_t j = 0; j <= h; ++j) sum += left[j][n] * us[j][p] * all_[j].w[n];
-      out.state[i] = sum;
-    }
+    out.state = rebuilt(us);
     for (std::size_t p = 0; p < out.state.size() / N; ++p) {
       out.y.push_back(inner(Vec<T>(out.state.begin() + static_cast<std::ptrdiff_t>(p * N),
                                    out.state.begin() + static_cast<std::ptrdiff_t>((p + 1) * N)),
                             c_));
     }
     return out;
+  }
+
+  /// The state behind all records, of which the token is the last: what a fold stores.
+  Vec<T> folded() const {
+    Vec<Vec<T>> us;
+    for (std::size_t j = 0; j < all_.size(); ++j) {
+      us.push_back(!head_.delta ? scaled(all_[j]) : head_.open ? all_[j].u : solve(head_.anchor, us, all_[j], j));
+    }
+    return rebuilt(us);
   }
 
   /// u of a record in the place of the token, as outputs form it.
@@ -163,6 +163,20 @@ class Step {
     const T one = std::exp(decay(first, last, 0));
     for (std::size_t n = 0; n < x.size(); ++n) out[n] *= columns ? std::exp(decay(first, last, n)) : one;
     return out;
+  }
+  Vec<T> rebuilt(const Vec<Vec<T>>& us) const {
+    const std::size_t N = c_.size(), last = us.size() - 1;
+    Vec<T> state = head_.anchor;
+    const Vec<T> ones(N, T(1)), whole = decayed(ones, 0, last);
+    Vec<Vec<T>> left;  // of each record
+    for (std::size_t j = 0; j <= last; ++j) left.push_back(decayed(ones, j + 1, last));
+    for (std::size_t i = 0; i < state.size(); ++i) {
+      const std::size_t p = i / N, n = i % N;
+      T sum = whole[n] * head_.anchor[i];
+      for (std::size_t j = 0; j <= last; ++j) sum += left[j][n] * us[j][p] * all_[j].w[n];
+      state[i] = sum;
+    }
+    return state;
   }
   Vec<T> readout(const Vec<T>& s, const Vec<Vec<T>>& us, const Vec<T>& x, std::size_t i) const {
     const Vec<T> whole = decayed(x, 0, i);
