@@ -125,7 +125,7 @@ enum class Kernel : std::uint8_t { automatic, fast, generic };
 ///
 /// Fast kernels: state_dim 64, 96, 128 or 256, head_dim a multiple of 16, length up to 64, a split state's anchor in
 /// fp32, all data aligned to 16 bytes, and a workspace. In the delta rule an open loop where the state is shared, and
-/// where it is split a closed one of length up to 16, with keys in bf16 (Gated DeltaNet). Tiles and their records must
+/// where it is split a closed one of length 2 to 16, with keys in bf16 (Gated DeltaNet). Tiles and their records must
 /// fit into half a multiprocessor's shared memory: with inputs and y of 16 bits, of rings in bf16 all lengths do at
 /// state_dim up to 128 and 53 at 256, in fp32 62 and 29, of KDA in bf16 47 and 20 (split 16 and 13). Anything else up to
 /// head_dim and state_dim 256 runs in the generic kernel, which is many times slower and rounds in another order.

@@ -115,9 +115,10 @@ bool serves(const StepType& step) {
   const bool split = is_split(step);
   constexpr bool delta = std::is_same_v<StepType, DeltaStep>;
   if (step.length > (delta && split ? 16 : kMostLength)) return false;
+  // One that flushes at every token has no use for a read copy.
+  if (delta && split && step.length == 1) return false;
   // The keys of records go through matrix products of bf16.
-  if (delta && split && !has_column_decay(step.shape.recurrence) && step.length > 1 &&
-      step.ring.w.type != Scalar::bf16) {
+  if (delta && split && !has_column_decay(step.shape.recurrence) && step.ring.w.type != Scalar::bf16) {
     return false;
   }
   if (split && (step.state.storage != Storage::fp32 || !aligned(step.read))) return false;
