@@ -248,12 +248,12 @@ inline Geometry plan(const Step& step, const Footprint& f, int blocks, int share
       if (longer.stages >= g.stages && longer.order_rows >= g.order_rows) g = longer;
     }
     // Warps wait for each other at flushes, which take kFlushRows rows at once; fewer than two stages leave nothing in
-    // flight while one is read, fewer than three briefs leave little time to prepare; without an order flushes are
-    // not spread; tiles that are too few leave blocks idle.
+    // flight while one is read, fewer than three briefs leave little time to prepare; without an order the long
+    // flushes of split states are not spread; tiles that are too few leave blocks idle.
     double score = static_cast<double>(tile) * tile / ((tile + kFlushRows - 1) / kFlushRows * kFlushRows);
     if (g.stages < 2) score *= f.delta && f.split ? 0.6 : 0.25;
     if (g.briefs < 3) score *= 0.9;
-    if (g.order_rows == 0 && step.rows <= kMostOrdered) score *= 0.5;
+    if (f.split && g.order_rows == 0 && step.rows <= kMostOrdered) score *= 0.5;
     const double full = static_cast<double>(all_rows) / tile / blocks;
     if (full < 1) score *= full;
     if (score >= best_score) best = g, best_score = score;
