@@ -231,6 +231,8 @@ inline Geometry plan(const Step& step, const Footprint& f, int blocks, int share
   const std::int64_t P = step.shape.head_dim, group_rows = step.shape.heads / step.shape.groups * P;
   const std::int64_t all_rows = step.shape.heads * P * step.rows;
   const int row_bytes = static_cast<int>(step.shape.state_dim) * f.read_bytes;
+  // Stages that are worth more than long runs: measured.
+  const int enough = step.length == 1 ? kMostStages : 2;
   Geometry best;
   double best_score = 0;
   for (int tile = 16; tile <= group_rows && (tile == 16 || tile * row_bytes <= 40 * 1024); tile += 16) {
@@ -239,13 +241,14 @@ inline Geometry plan(const Step& step, const Footprint& f, int blocks, int share
     const std::int64_t group_tiles = (f.column_decay ? P : group_rows) / tile;
     Geometry g = lay_out(step, f, tile, 1, shared_limit);
     if (g.shared_bytes == 0) continue;
-    // Runs of up to 128 KiB, as long as every block still gets several and they cost neither a stage nor the order.
+    // Runs of up to 128 KiB, as long as every block still gets several and they cost neither a stage that is
+    // needed nor the order.
     for (int run = 2; run <= std::min<std::int64_t>(group_tiles, kMostHeads); ++run) {
       const int rows = run * tile;
       if (group_tiles % run != 0 || (rows % P != 0 && P % rows != 0) || rows / P > kMostHeads) continue;
       if (all_rows / rows < kRunsABlock * blocks || rows * row_bytes > 128 * 1024) break;
       const Geometry longer = lay_out(step, f, tile, run, shared_limit);
-      if (longer.stages >= g.stages && longer.order_rows >= g.order_rows) g = longer;
+      if (longer.stages >= std::min(g.stages, enough) && longer.order_rows >= g.order_rows) g = longer;
     }
     // Warps wait for each other at flushes, which take kFlushRows rows at once; fewer than two stages leave nothing in
     // flight while one is read, fewer than three briefs leave little time to prepare; without an order the long

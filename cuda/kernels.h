@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "cuda/speculate.h"
 
 namespace replayssm::cuda {
@@ -12,6 +14,9 @@ namespace replayssm::cuda {
 /// Whether the fast kernels serve this step.
 bool fast(const Mamba2Step& step);
 bool fast(const DeltaStep& step);
+
+/// Blocks that the fast kernels run on at most, so that tests can have one take many tiles of few; 0: as many as fit.
+inline std::atomic<int> most_blocks = 0;
 
 /// Launch; the step has been checked and has at least one row.
 cudaError_t launch_fast(const Mamba2Step& step, cudaStream_t stream);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cuda/decode.cuh"
+#include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "cuda/state_dims.h"
 
@@ -37,6 +38,11 @@ inline Device current_device() {
   return d;
 }
 
+/// Blocks that run at a time.
+inline int blocks_at_once(const Device& device) {
+  const int all = kResident * device.multiprocessors, most = most_blocks;
+  return most > 0 ? std::min(all, most) : all;
+}
 /// Of a block of decode_kernel(); 1 KiB a block is the system's.
 inline int shared_of_block(const Device& device) { return device.shared_limit / kResident - 1024; }
 
@@ -52,7 +58,7 @@ inline bool is_split(const Step& step) { return step.read.codes != nullptr; }
 
 /// What a plan depends on.
 struct Shape {
-  int device = -1;
+  int device = -1, blocks = 0;
   std::int64_t rows, length, heads, groups, head_dim, state_dim;
   Footprint footprint;
   bool operator==(const Shape&) const = default;
@@ -91,12 +97,13 @@ Arguments<StepType> arrange(const StepType& step) {
   }
   // A layer asks twice, and the layers of a model all ask the same.
   const Device device = current_device();
-  const Shape shape{device.index,      step.rows,           step.length,          step.shape.heads,
-                    step.shape.groups, step.shape.head_dim, step.shape.state_dim, f};
+  const Shape shape{device.index,        blocks_at_once(device), step.rows,
+                    step.length,         step.shape.heads,       step.shape.groups,
+                    step.shape.head_dim, step.shape.state_dim,   f};
   static thread_local Shape last_shape;
   static thread_local Geometry last;
   if (shape != last_shape) {
-    last = plan(step, f, kResident * device.multiprocessors, shared_of_block(device));
+    last = plan(step, f, shape.blocks, shared_of_block(device));
     last_shape = shape;
   }
   return {step, last};
@@ -152,7 +159,7 @@ cudaError_t launch_one(const StepType& step, cudaStream_t stream) {
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_of_block(device));
   if (allowed != cudaSuccess) return allowed;
-  const std::int64_t tiles = step.rows * arguments.geometry.tiles, blocks = kResident * device.multiprocessors;
+  const std::int64_t tiles = step.rows * arguments.geometry.tiles, blocks = blocks_at_once(device);
   // It starts while the kernel before it ends, and waits for that where it needs to.
   return launch(kernel, std::min(tiles, blocks), kThreads, static_cast<std::size_t>(arguments.geometry.shared_bytes),
                 stream, true, arguments);

@@ -163,7 +163,7 @@ TEST_P(Bits, OfTheAnchorDoNotDependOnTheReadCopy) {
 
 // Where no record is rounded, the generic kernel replays what an eager one does, bit for bit.
 TEST_P(Bits, OfAReplayAreThoseOfAnEagerRun) {
-  if (GetParam() == "fast") GTEST_SKIP() << "sums in closed form, in another order";
+  if (GetParam().starts_with("fast")) GTEST_SKIP() << "sums in closed form, in another order";
   for (const Recurrence recurrence : kRecurrences) {
     for (const bool closed : {true, false}) {
       for (const bool split : {true, false}) {

@@ -1,4 +1,5 @@
-// The kernels on a GPU: the generic one and, where it serves a step, the fast one.
+// The kernels on a GPU: the generic one and, where it serves a step, the fast one; that on a single block too, which
+// uses each of its buffers again and again.
 
 #include <cuda_runtime_api.h>
 
@@ -16,7 +17,7 @@ void require(cudaError_t error, const char* what) {
 
 class Gpu : public Machine {
  public:
-  explicit Gpu(Kernel kernel) : kernel_(kernel) {}
+  explicit Gpu(Kernel kernel, int blocks = 0) : kernel_(kernel), blocks_(blocks) {}
 
   void* allocate(std::size_t bytes) override {
     void* there = nullptr;
@@ -78,7 +79,9 @@ class Gpu : public Machine {
  private:
   template <class AnyStep>
   void run(const AnyStep& step) {
+    most_blocks = blocks_;
     cuda::decode(step, nullptr, kernel_);
+    most_blocks = 0;
     wait();
   }
   template <class AnyStep, class Plan>
@@ -89,17 +92,18 @@ class Gpu : public Machine {
   void wait() { require(cudaDeviceSynchronize(), "a kernel"); }
 
   Kernel kernel_;
+  int blocks_;
 };
 
 }  // namespace
 
-std::vector<std::string> machine_names() { return {"generic", "fast"}; }
+std::vector<std::string> machine_names() { return {"generic", "fast", "fast, one block"}; }
 
 Machine* machine(const std::string& name) {
   static const bool has_device = available();
   if (!has_device) return nullptr;
-  static Gpu generic(Kernel::generic), fast(Kernel::fast);
-  return name == "fast" ? &fast : &generic;
+  static Gpu generic(Kernel::generic), fast(Kernel::fast), one_block(Kernel::fast, 1);
+  return name == "fast" ? &fast : name == "generic" ? &generic : &one_block;
 }
 
 }  // namespace replayssm::cuda::tests
