@@ -121,7 +121,9 @@ def _input(
     return opened, select_tokens(ids, name, max_tokens, sequences), name
 
 
-def select_tokens(ids: NDArray[np.int32], name: str, max_tokens: int | None, sequences: int | None) -> NDArray[np.int32]:
+def select_tokens(
+    ids: NDArray[np.int32], name: str, max_tokens: int | None, sequences: int | None
+) -> NDArray[np.int32]:
     """The program's --max-tokens and --sequences: rows of at most max_tokens; a single row is cut into sequences."""
     for what, value in (("max_tokens", max_tokens), ("sequences", sequences)):
         if value is not None and value < 1:

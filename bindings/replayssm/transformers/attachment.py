@@ -110,7 +110,7 @@ class Attachment:
         """Layers of the model that keep a recurrent state, by index."""
         return list(self._mixers)
 
-    def _layers(self) -> list[tuple[str, Any]]:
+    def layers(self) -> list[tuple[str, Any]]:
         """Kind of each layer of the model and, where one keeps a state, some shape: what a policy is checked with."""
         config: Any = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -26,7 +26,11 @@ class CachedStates(torch.Tensor):  # type: ignore[misc]  # torch is not looked i
 
     @staticmethod
     def __new__(
-        cls: type[CachedStates], owner: Any, like: Any, states: LayerStates | None, ends_padded: Sequence[bool | None] = ()
+        cls: type[CachedStates],
+        owner: Any,
+        like: Any,
+        states: LayerStates | None,
+        ends_padded: Sequence[bool | None] = (),
     ) -> CachedStates:
         """`like`: shape, dtype and device that it shows."""
         shape, dtype, device = like

@@ -54,7 +54,9 @@ def kl(
     ids = select_tokens(ids, name, max_tokens, sequences)
     if chunk_tokens < 1:
         raise _core.Error(f"chunk_tokens: expected a number of at least 1, found {chunk_tokens}")
-    chosen = [Policy(p) for p in ([policies] if isinstance(policies, (str, Policy)) else policies or default_policies())]
+    chosen = [
+        Policy(p) for p in ([policies] if isinstance(policies, (str, Policy)) else policies or default_policies())
+    ]
     runs = [_Run(attach(model, p, seed=seed, precision=precision, threads=threads)) for p in ["exact", *chosen]]
     threads = threads or torch.get_num_threads()
     start, study = time.monotonic(), None
@@ -128,20 +130,26 @@ class _Run:
         attachment.observe = self._observe
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._positions = "position_ids" in parameters  # some families count them anew in each call where not told
         self.errors = {layer: _LayerErrors() for layer in attachment.covered}
         self.precision = ""
 
     def begin(self, sequence: int) -> None:
         self._cache: Any = None
+        self._tokens = 0
         self._attached.first_slot = sequence
 
     def advance(self, tokens: NDArray[np.int32]) -> NDArray[Any]:
         """Logits [tokens, vocabulary] of the next tokens, as float32 or float64."""
         self._y: dict[int, torch.Tensor] = {}
-        given = torch.from_numpy(tokens.astype(np.int64))[None].to(next(self._model.parameters()).device)
+        device = next(self._model.parameters()).device
+        given: dict[str, Any] = {"input_ids": torch.from_numpy(tokens.astype(np.int64))[None].to(device)}
+        if self._positions:
+            given["position_ids"] = torch.arange(self._tokens, self._tokens + len(tokens), device=device)[None]
         with self._attached:
-            out = self._model(input_ids=given, use_cache=True, **{self._cache_name: self._cache})
+            out = self._model(**given, use_cache=True, **{self._cache_name: self._cache})
         self._cache = out[self._cache_name]
+        self._tokens += len(tokens)
         self.precision = _PRECISIONS.get(out.logits.dtype, str(out.logits.dtype))
         wide = torch.float64 if out.logits.dtype == torch.float64 else torch.float32
         logits: NDArray[Any] = out.logits[0].to("cpu", wide).contiguous().numpy()
