@@ -1,3 +1,5 @@
+#include "bindings/studies.h"
+
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -107,10 +109,11 @@ class Session {
   StudyOptions options_;
 };
 
-/// The figures of every token, [sequences, length] each.
-py::dict token_arrays(const PolicyResult& result, const Tokens& tokens) {
+}  // namespace
+
+py::dict token_arrays(const PolicyResult& result, std::int64_t sequences) {
   py::dict out;
-  const Shape shape = {tokens.sequences, tokens.length};
+  const Shape shape = {sequences, std::ssize(result.tokens) / sequences};
   const auto add = [&](const char* name, double TokenDivergence::*field) {
     std::vector<double> values;
     for (const TokenDivergence& token : result.tokens) values.push_back(token.*field);
@@ -128,6 +131,8 @@ py::dict token_arrays(const PolicyResult& result, const Tokens& tokens) {
   return out;
 }
 
+namespace {
+
 /// The report as JSON, and the arrays of each policy.
 py::tuple kl(const OpenModel& open, const py::array& tokens, const std::vector<Policy>& policies,
              const Request& request) {
@@ -140,7 +145,7 @@ py::tuple kl(const OpenModel& open, const py::array& tokens, const std::vector<P
       },
       [&](const std::string& path) { write_kl(path, session.model_, session.facts_, session.tokens_, results); });
   py::list arrays;
-  for (const PolicyResult& result : results) arrays.append(token_arrays(result, session.tokens_));
+  for (const PolicyResult& result : results) arrays.append(token_arrays(result, session.tokens_.sequences));
   return py::make_tuple(kl_json(session.model_, session.facts_, results), arrays);
 }
 
@@ -160,7 +165,7 @@ py::tuple layers(const OpenModel& open, const py::array& tokens, const std::vect
   const std::string json = layers_json(session.model_, session.facts_, study);
   py::list arrays, curves;
   for (PolicyLayers& policy : study.policies) {
-    arrays.append(token_arrays(policy.result, session.tokens_));
+    arrays.append(token_arrays(policy.result, session.tokens_.sequences));
     py::list of_layers;
     for (LayerErrors& errors : policy.layers) {
       py::dict layer;
