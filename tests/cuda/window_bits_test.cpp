@@ -189,7 +189,7 @@ TEST_P(WindowBits, DependNeitherOnTheRunNorOnOtherRows) {
 }
 
 // Snapshots: a window is so many eager steps, and what is accepted is a slot.
-TEST_P(WindowBits, OfSnapshotsAreThoseOfEagerSteps) {
+TEST_P(WindowBits, OfSmallSnapshotsAreThoseOfEagerSteps) {
   constexpr std::int64_t kWindow = 2;
   constexpr std::size_t kLive[] = {0, 3};  // rows; the others are padding
   for (const Recurrence recurrence : kRecurrences) {

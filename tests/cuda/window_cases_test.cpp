@@ -305,10 +305,10 @@ TEST_P(WindowCases, PackedTokens) {
 
 // ---- convolution ----------------------------------------------------------------------------------------------------
 
-class Convolution : public OnVerifier {};
-INSTANTIATE_TEST_SUITE_P(, Convolution, testing::ValuesIn(machine_names()));
+class SmallConvolution : public OnVerifier {};
+INSTANTIATE_TEST_SUITE_P(, SmallConvolution, testing::ValuesIn(machine_names()));
 
-TEST_P(Convolution, OfRejectedTokensRollsBack) {
+TEST_P(SmallConvolution, OfRejectedTokensRollsBack) {
   constexpr std::int64_t kSlots = 3, kChannels = 2, kInputs = 3, kTokens = 3;
   for (const bool channels_last : {false, true}) {
     for (const std::int32_t taken : {0, 1, 2, 3, 4, -1}) {
