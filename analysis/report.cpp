@@ -104,10 +104,7 @@ std::string recurrence_text(const RunFacts& facts) {
          ", exact rings in fp32, overflows not counted";
 }
 
-ModelFacts::ModelFacts(const Model& model)
-    : type(model.type()), layers(std::ssize(model.layers())), ssm_layers(model.ssm_layers()) {}
-
-Json run_json(const ModelFacts& model, const RunFacts& facts) {
+Json run_json(const Model& model, const RunFacts& facts) {
   Json recurrence = nullptr;  // the reference's
   if (!facts.activations.empty()) {
     recurrence = {{"arithmetic", "fp32"}, {"activations", facts.activations}, {"exact_ring", "fp32"}};
@@ -119,9 +116,9 @@ Json run_json(const ModelFacts& model, const RunFacts& facts) {
       {"version", version()},
       {"model",
        {{"path", facts.model_path},
-        {"type", model.type},
-        {"layers", model.layers},
-        {"ssm_layers", model.ssm_layers},
+        {"type", model.type()},
+        {"layers", model.layers().size()},
+        {"ssm_layers", model.ssm_layers()},
         {"sha256", facts.model_sha256}}},
       {"tokens_file", facts.tokens_path},
       {"tokens", facts.tokens},
@@ -136,7 +133,7 @@ Json run_json(const ModelFacts& model, const RunFacts& facts) {
        {{"git", git_revision()}, {"build", build_description()}, {"threads", facts.threads}, {"seed", facts.seed}}}};
 }
 
-std::string kl_json(const ModelFacts& model, const RunFacts& facts, const std::vector<PolicyResult>& results) {
+std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results) {
   Json out = run_json(model, facts);
   out["results"] = Json::array();
   for (const PolicyResult& result : results) out["results"].push_back(result_json(result));

@@ -21,15 +21,6 @@ struct RunFacts {
   double seconds = 0;
 };
 
-/// What a report says about the model; made of a Model where one is at hand.
-struct ModelFacts {
-  std::string type;
-  std::int64_t layers = 0, ssm_layers = 0;
-
-  ModelFacts() = default;
-  ModelFacts(const Model& model);  // NOLINT(google-explicit-constructor): a model says it all
-};
-
 /// What a heading adds where a device's kernels advance the states; empty where the CPU does.
 std::string recurrence_text(const RunFacts& facts);
 
@@ -38,7 +29,7 @@ std::string kl_table(const std::vector<PolicyResult>& results);
 
 /// The KL report as JSON text. KL and NLL in nats. A value that is not finite (the maximum of a KL that was infinite
 /// somewhere, everything of a run that broke) is null; the counts beside it say why.
-std::string kl_json(const ModelFacts& model, const RunFacts& facts, const std::vector<PolicyResult>& results);
+std::string kl_json(const Model& model, const RunFacts& facts, const std::vector<PolicyResult>& results);
 
 /// Writes text to a file, or to standard output for "-". A file is written whole or not at all.
 /// Throws Error naming the file if it cannot be written.

@@ -12,7 +12,7 @@ namespace replayssm {
 using Json = nlohmann::ordered_json;
 
 /// The head of every report: command, version, model, tokens, device, provenance.
-Json run_json(const ModelFacts& model, const RunFacts& facts);
+Json run_json(const Model& model, const RunFacts& facts);
 
 /// The figures of one policy, with its layers.
 Json result_json(const PolicyResult& result);

@@ -353,10 +353,7 @@ void check_policy_layers(std::span<const LayerInfo> layers, const Policy& policy
 }
 
 void check_policy(const Model& model, const Policy& policy, std::int64_t tokens) {
-  check_policy(model.layers(), policy, tokens);
-}
-
-void check_policy(std::span<const LayerInfo> layers, const Policy& policy, std::int64_t tokens) {
+  const auto& layers = model.layers();
   check_policy_layers(layers, policy);
   if (const auto* replay = std::get_if<Replay>(&policy.schedule)) {
     for (const auto& [field, format] : replay->ring.fields) {

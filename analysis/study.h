@@ -120,8 +120,7 @@ std::vector<PolicyResult> run_study(const Model& model, Backend& backend, const 
 /// Throws Error, naming the policy and the layer, where it names one that is not there or keeps no recurrent state.
 void check_policy_layers(std::span<const LayerInfo> layers, const Policy& policy);
 
-/// Throws Error, naming the policy, if it cannot be studied on these layers, or on this model, and number of tokens.
-void check_policy(std::span<const LayerInfo> layers, const Policy& policy, std::int64_t tokens);
+/// Throws Error, naming the policy, if it cannot be studied on this model and number of tokens.
 void check_policy(const Model& model, const Policy& policy, std::int64_t tokens);
 
 /// Eager, shared and split at bf16, e4m3:row and int8:row: nine policies.

@@ -14,7 +14,6 @@ void bind_policies(py::module_& module);
 void bind_states(py::module_& module);
 void bind_models(py::module_& module);
 void bind_studies(py::module_& module);
-void bind_comparisons(py::module_& module);
 
 /// Whether Ctrl-C was pressed, or another signal's handler raised; to be called without the GIL. The Python error stays
 /// set, for throw_interrupted().

@@ -57,5 +57,4 @@ PYBIND11_MODULE(_core, module) {
   python::bind_states(module);
   python::bind_models(module);
   python::bind_studies(module);
-  python::bind_comparisons(module);
 }

@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <limits>
 #include <memory>
 
@@ -10,7 +9,6 @@
 #include "core/delta_rule.h"
 #include "core/error.h"
 #include "core/mamba2.h"
-#include "core/parallel.h"
 #include "core/state.h"
 
 namespace replayssm::python {
@@ -163,17 +161,14 @@ struct Kept {
 
 std::string full_shape_text(const RecurrenceShape& shape) { return replayssm::shape_text(shape); }
 
-bool same_shape(const RecurrenceShape& a, const RecurrenceShape& b) {
-  return a.recurrence == b.recurrence && a.heads == b.heads && a.groups == b.groups && a.head_dim == b.head_dim &&
-         a.state_dim == b.state_dim;
-}
-
 /// Advances the state, or, where Ctrl-C comes meanwhile, leaves it as it was.
 template <class Real>
 void advance(State<Real>& state, const Inputs<Real>& inputs, Real* y) {
-  const RecurrenceShape& a = state.shape();
-  if (!same_shape(a, inputs.shape)) {
-    fail("inputs: expected those of ", full_shape_text(a), ", found ", full_shape_text(inputs.shape));
+  const auto& a = state.shape();
+  const auto& b = inputs.shape;
+  if (a.recurrence != b.recurrence || a.heads != b.heads || a.groups != b.groups || a.head_dim != b.head_dim ||
+      a.state_dim != b.state_dim) {
+    fail("inputs: expected those of ", full_shape_text(a), ", found ", full_shape_text(b));
   }
   const std::int64_t tokens = inputs.layer.tokens;
   bool stopped = false;
@@ -189,90 +184,6 @@ void advance(State<Real>& state, const Inputs<Real>& inputs, Real* y) {
         stopped = signalled();
       }
       if (!stopped) state = std::move(next);
-    }
-  }
-  if (stopped) throw_interrupted();
-}
-
-/// Advances many states of one layer, one for each sequence, by records that lie sequence after sequence and are not
-/// copied; tokens that the mask leaves out advance nothing and their rows of `out` stay as they are. Where Ctrl-C comes
-/// meanwhile, the states are left in the middle.
-template <class Real>
-void advance_all(const py::list& list, const py::array& v, const py::array& w, const py::array& c,
-                 const py::array& log_decay, const py::array& gain, const std::optional<py::array>& rate,
-                 const std::optional<py::array>& mask, py::array out, int threads) {
-  std::vector<Kept<Real>*> states;
-  for (const py::handle& state : list) {
-    states.push_back(&state.cast<Kept<Real>&>());
-    if (std::count(states.begin(), states.end(), states.back()) > 1) fail("states: expected each of them once");
-  }
-  if (states.empty()) fail("states: expected at least one");
-  const RecurrenceShape& s = states.front()->state.shape();
-  for (const Kept<Real>* kept : states) {
-    if (!same_shape(kept->state.shape(), s)) {
-      fail("states: expected those of one shape, found ", full_shape_text(s), " and ",
-           full_shape_text(kept->state.shape()));
-    }
-  }
-  if (v.ndim() != 4) fail("v: expected the shape [sequences, tokens, heads, head_dim], found ", describe(v));
-  const auto B = static_cast<std::int64_t>(states.size()), T = std::int64_t{v.shape(1)}, D = s.decay_dim();
-  const auto rows = [&](const py::array& array, const char* name, const Shape& expected) {
-    require<Real>(array, name);
-    require_shape(array, name, expected);
-    return Rows<Real>{data_of<Real>(array), B * T > 0 ? array.size() / (B * T) : 0};
-  };
-  const Rows<Real> vs = rows(v, "v", {B, T, s.heads, s.head_dim});
-  const Rows<Real> ws = rows(w, "w", {B, T, s.groups, s.state_dim}), cs = rows(c, "c", {B, T, s.groups, s.state_dim});
-  const Rows<Real> decays =
-      rows(log_decay, "log_decay", has_column_decay(s.recurrence) ? Shape{B, T, s.heads, D} : Shape{B, T, s.heads});
-  const Rows<Real> gains = rows(gain, "gain", {B, T, s.heads});
-  const Real* rates = nullptr;
-  if (rate) {
-    require<Real>(*rate, "rate");
-    require_shape(*rate, "rate", {s.heads});
-    rates = data_of<Real>(*rate);
-  }
-  if (mask) {
-    require<bool>(*mask, "mask");
-    require_shape(*mask, "mask", {B, T});
-  }
-  const bool* real = mask ? data_of<bool>(*mask) : nullptr;
-  require<Real>(out, "out", true);
-  require_shape(out, "out", {B, T, s.heads, s.head_dim});
-  Real* y = mutable_data_of<Real>(out);
-  if (threads < 1) fail("threads: expected at least 1, found ", threads);
-
-  const auto inputs = [&](std::int64_t first, std::int64_t count) {
-    LayerInputs<Real> in{count, {}, {}};
-    for (std::int64_t h = 0; h < s.heads; ++h) {
-      const std::int64_t group = s.group(h) * s.state_dim;
-      in.heads.push_back({.v = {vs[first] + h * s.head_dim, vs.stride},
-                          .w = {ws[first] + group, ws.stride},
-                          .c = {cs[first] + group, cs.stride},
-                          .log_decay = {decays[first] + h * D, decays.stride},
-                          .gain = {gains[first] + h, gains.stride},
-                          .rate = rates ? rates + h : nullptr});
-    }
-    return in;
-  };
-  bool stopped = false;
-  {
-    const py::gil_scoped_release release;
-    for (std::int64_t first = 0; first < T && !stopped; first += tokens_between_signals) {
-      const std::int64_t end = std::min(T, first + tokens_between_signals);
-      parallel_for(B, threads, [&](std::int64_t b) {
-        Kept<Real>& kept = *states[static_cast<std::size_t>(b)];
-        const auto counts = [&](std::int64_t t) { return !real || real[b * T + t]; };
-        for (std::int64_t t = first; t < end; ++t) {
-          if (!counts(t)) continue;
-          std::int64_t run = t;
-          while (run < end && counts(run)) ++run;
-          kept.state.advance(inputs(b * T + t, run - t), y + (b * T + t) * vs.stride, vs.stride, threads);
-          kept.tokens += run - t;
-          t = run;
-        }
-      });
-      stopped = end < T && signalled();
     }
   }
   if (stopped) throw_interrupted();
@@ -353,12 +264,6 @@ void bind(py::module_& module, const char* inputs_name, const char* state_name) 
             self.state.set(data_of<Real>(state));
           },
           py::arg("state").noconvert())
-      .def_static("advance_all", &advance_all<Real>, py::arg("states"), py::arg("v").noconvert(),
-                  py::arg("w").noconvert(), py::arg("c").noconvert(), py::arg("log_decay").noconvert(),
-                  py::arg("gain").noconvert(), py::arg("rate").noconvert(), py::arg("mask").noconvert(),
-                  py::arg("out").noconvert(), py::arg("threads"))
-      .def("copy", [](const K& self) { return std::make_unique<K>(self); })
-      .def_property_readonly("events", [](const K& self) { return self.state.events(); })
       .def_property_readonly("tokens", [](const K& self) { return self.tokens; })
       .def_property_readonly("held", [](const K& self) { return self.state.held(); })
       .def_property_readonly("shape", [](const K& self) { return self.state.shape(); })
@@ -419,7 +324,6 @@ void bind_states(py::module_& module) {
       .def_readonly("groups", &RecurrenceShape::groups)
       .def_readonly("head_dim", &RecurrenceShape::head_dim)
       .def_readonly("state_dim", &RecurrenceShape::state_dim);
-  py::class_<RangeEvents>(module, "RangeEvents").def(py::init<>()).def("merge", &RangeEvents::merge, py::arg("other"));
   bind<float>(module, "Inputs32", "State32");
   bind<double>(module, "Inputs64", "State64");
 }

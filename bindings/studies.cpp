@@ -1,5 +1,3 @@
-#include "bindings/studies.h"
-
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -109,11 +107,10 @@ class Session {
   StudyOptions options_;
 };
 
-}  // namespace
-
-py::dict token_arrays(const PolicyResult& result, std::int64_t sequences) {
+/// The figures of every token, [sequences, length] each.
+py::dict token_arrays(const PolicyResult& result, const Tokens& tokens) {
   py::dict out;
-  const Shape shape = {sequences, std::ssize(result.tokens) / sequences};
+  const Shape shape = {tokens.sequences, tokens.length};
   const auto add = [&](const char* name, double TokenDivergence::*field) {
     std::vector<double> values;
     for (const TokenDivergence& token : result.tokens) values.push_back(token.*field);
@@ -131,8 +128,6 @@ py::dict token_arrays(const PolicyResult& result, std::int64_t sequences) {
   return out;
 }
 
-namespace {
-
 /// The report as JSON, and the arrays of each policy.
 py::tuple kl(const OpenModel& open, const py::array& tokens, const std::vector<Policy>& policies,
              const Request& request) {
@@ -145,7 +140,7 @@ py::tuple kl(const OpenModel& open, const py::array& tokens, const std::vector<P
       },
       [&](const std::string& path) { write_kl(path, session.model_, session.facts_, session.tokens_, results); });
   py::list arrays;
-  for (const PolicyResult& result : results) arrays.append(token_arrays(result, session.tokens_.sequences));
+  for (const PolicyResult& result : results) arrays.append(token_arrays(result, session.tokens_));
   return py::make_tuple(kl_json(session.model_, session.facts_, results), arrays);
 }
 
@@ -165,7 +160,7 @@ py::tuple layers(const OpenModel& open, const py::array& tokens, const std::vect
   const std::string json = layers_json(session.model_, session.facts_, study);
   py::list arrays, curves;
   for (PolicyLayers& policy : study.policies) {
-    arrays.append(token_arrays(policy.result, session.tokens_.sequences));
+    arrays.append(token_arrays(policy.result, session.tokens_));
     py::list of_layers;
     for (LayerErrors& errors : policy.layers) {
       py::dict layer;

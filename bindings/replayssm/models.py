@@ -150,7 +150,7 @@ def open_model(model: Model | PathLike) -> Model:
     return model if isinstance(model, Model) else Model(model)
 
 
-def token_ids(tokens: ArrayLike | PathLike, vocabulary: int) -> tuple[NDArray[np.int32], str]:
+def token_ids(tokens: ArrayLike | PathLike, model: Model) -> tuple[NDArray[np.int32], str]:
     """Ids [sequences, length] within the vocabulary, from an array or a file, and what to call them."""
     name = "array"
     if isinstance(tokens, (str, os.PathLike)):
@@ -165,10 +165,10 @@ def token_ids(tokens: ArrayLike | PathLike, vocabulary: int) -> tuple[NDArray[np
             f"tokens: expected the shape [length] or [sequences, length], not empty, found {list(ids.shape)}"
         )
     ids = ids.reshape(-1, ids.shape[-1])
-    wrong = np.argwhere((ids < 0) | (ids >= vocabulary))
+    wrong = np.argwhere((ids < 0) | (ids >= model.vocabulary))
     if wrong.size:
         at = tuple(int(i) for i in wrong[0])
-        raise _core.Error(f"{name}: token {ids[at]} at {list(at)} is not in the vocabulary of {vocabulary}")
+        raise _core.Error(f"{name}: token {ids[at]} at {list(at)} is not in the vocabulary of {model.vocabulary}")
     return np.ascontiguousarray(ids, np.int32), name
 
 

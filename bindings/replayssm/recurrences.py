@@ -56,7 +56,7 @@ class Inputs:
         """
         arrays = {"v": v, "w": w, "c": c, "log_decay": log_decay, "gain": gain}
         real, read = _reader(arrays, dtype)
-        return Inputs(_inputs_class(real).records(core_recurrence(recurrence), *read))
+        return Inputs(_inputs_class(real).records(_recurrence(recurrence), *read))
 
     @property
     def recurrence(self) -> str:
@@ -367,8 +367,7 @@ def _inputs_class(real: np.dtype[Any]) -> Any:
     return _core.Inputs32 if real == np.float32 else _core.Inputs64
 
 
-def core_recurrence(name: str) -> _core.Recurrence:
-    """The recurrence of that name as the extension module takes it; TypeError for another name."""
+def _recurrence(name: str) -> _core.Recurrence:
     if name not in ("mamba2", "gated_delta", "kda"):
         raise TypeError(f"recurrence: expected mamba2, gated_delta or kda, found {name!r}")
     found: _core.Recurrence = getattr(_core.Recurrence, name)

@@ -57,10 +57,10 @@ def kl(
     opened, ids, name = _input(model, tokens, text, max_tokens, sequences)
     request = _request(name, precision, device, activations, seed, threads, output)
     request.local = local
-    with Bar("kl", progress) as bar:
+    with _Bar("kl", progress) as bar:
         request.progress = bar
         report, arrays = _core.kl(opened._core, ids, core_policies(policies), request)
-    made: KlReport = with_tokens(KlReport, report, arrays)
+    made: KlReport = _with_tokens(KlReport, report, arrays)
     return made
 
 
@@ -98,10 +98,10 @@ def layers(
     opened, ids, name = _input(model, tokens, text, max_tokens, sequences)
     request = _request(name, precision, device, activations, seed, threads, output)
     request.attribution = attribution
-    with Bar("layers", progress) as bar:
+    with _Bar("layers", progress) as bar:
         request.progress = bar
         report, arrays, curves = _core.layers(opened._core, ids, core_policies(policies), request)
-    made: LayersReport = with_tokens(LayersReport, report, arrays, curves)
+    made: LayersReport = _with_tokens(LayersReport, report, arrays, curves)
     return made
 
 
@@ -115,19 +115,17 @@ def _input(
     opened = open_model(model)
     if (tokens is None) == (text is None):
         raise _core.Error("expected either tokens or text")
-    ids, name = token_ids(tokenize(opened, text) if text is not None else tokens, opened.vocabulary)  # type: ignore[arg-type]
+    ids, name = token_ids(tokenize(opened, text) if text is not None else tokens, opened)  # type: ignore[arg-type]
     if text is not None:
         name = "text"
-    return opened, select_tokens(ids, name, max_tokens, sequences), name
-
-
-def select_tokens(
-    ids: NDArray[np.int32], name: str, max_tokens: int | None, sequences: int | None
-) -> NDArray[np.int32]:
-    """The program's --max-tokens and --sequences: rows of at most max_tokens; a single row is cut into sequences."""
     for what, value in (("max_tokens", max_tokens), ("sequences", sequences)):
         if value is not None and value < 1:
             raise _core.Error(f"{what}: expected a number of at least 1, found {value}")
+    return opened, _select(ids, name, max_tokens, sequences), name
+
+
+def _select(ids: NDArray[np.int32], name: str, max_tokens: int | None, sequences: int | None) -> NDArray[np.int32]:
+    """The program's --max-tokens and --sequences: rows of at most max_tokens; a single row is cut into sequences."""
     rows, length = ids.shape
     if sequences is not None and sequences > 1 and rows == 1:
         length //= sequences
@@ -150,7 +148,7 @@ def _request(
     return request
 
 
-def with_tokens(cls: Any, text: str, arrays: list[dict[str, Any]], curves: Any = None) -> Any:
+def _with_tokens(cls: Any, text: str, arrays: list[dict[str, Any]], curves: Any = None) -> Any:
     """The report of that JSON, with the arrays that it lacks."""
     import json
 
@@ -162,7 +160,7 @@ def with_tokens(cls: Any, text: str, arrays: list[dict[str, Any]], curves: Any =
     return typed(cls, text, results=results)
 
 
-class Bar:
+class _Bar:
     """A tqdm bar that is told how much is done of all."""
 
     def __init__(self, name: str, wanted: bool | None):
@@ -176,7 +174,7 @@ class Bar:
         self._bar.total = all
         self._bar.update(done - self._bar.n)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
