@@ -32,6 +32,9 @@ std::unique_ptr<Model> open_model(const std::string& folder);
 /// The option --formats, which defines the formats of a file before policies are read.
 void add_format_files(CLI::App& app);
 
+/// Throws Error that names the option where its value is NaN, which lies in every CLI::Range.
+void refuse_nan(const char* option, double value);
+
 /// A bar on standard error where that is a terminal, else nothing.
 Progress progress_bar();
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -18,6 +19,10 @@ std::unique_ptr<Model> open_model(const std::string& folder) {
   auto model = Model::open(folder);
   for (const std::string& notice : model->notices()) std::cerr << "replayssm: note: " << notice << "\n";
   return model;
+}
+
+void refuse_nan(const char* option, double value) {
+  if (std::isnan(value)) fail(option, ": expected a number, found ", value);
 }
 
 void add_format_files(CLI::App& app) {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <utility>
@@ -70,7 +69,7 @@ Drafts drafts_of(const Options& options, const StudyInput& input, const std::uni
 
 int run(Options options) {
   note_interrupts();
-  if (std::isnan(options.cost.bandwidth)) fail("--bandwidth: expected a number, found nan");  // it is in any CLI::Range
+  refuse_nan("--bandwidth", options.cost.bandwidth);
   options.sequences = options.prompts;
   options.sequences_option = "--prompts";
   options.max_tokens = options.tokens_of_sequence();

@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <utility>
 
 #include "analysis/cli/cli.h"
 #include "analysis/report.h"
@@ -52,11 +50,9 @@ std::vector<LayerInfo> layers_of(const Options& options) {
 }
 
 int run(const Options& options) {
-  for (const auto& [name, value] : {std::pair{"--bandwidth", options.bandwidth},
-                                    {"--launch", options.launch},
-                                    {"--replay-launch", options.replay_launch}}) {
-    if (std::isnan(value)) fail(name, ": expected a number, found ", value);  // NaN is in every CLI::Range
-  }
+  refuse_nan("--bandwidth", options.bandwidth);
+  refuse_nan("--launch", options.launch);
+  refuse_nan("--replay-launch", options.replay_launch);
   std::vector<Policy> policies;
   for (const std::string& text : options.policies) policies.push_back(parse_policy(text));
   if (policies.empty()) policies = default_traffic_policies();

@@ -9,8 +9,8 @@
 #include "core/delta_rule.h"
 #include "core/format.h"
 #include "core/mamba2.h"
-#include "core/safetensors.h"
 #include "core/speculative.h"
+#include "tests/support/goldens.h"
 
 namespace replayssm {
 namespace {
@@ -18,37 +18,17 @@ namespace {
 using Vec = std::vector<double>;
 
 constexpr std::int64_t kRounds = 10, kSequences = 2, kWindow = 4, kHeads = 4;
-const double kHalfUlp = std::ldexp(1.0, -8);  // of bf16, relative
-// An emulation in binary64 rounds another way where the kernel's fp32 value was within its error, say 4 roundings, of a
-// midpoint: of a share of 4 2^-24 / 2^-8 of the elements, by a whole ulp, against the 1/sqrt(12) ulp of an element that
-// the kernel rounds and the emulation does not.
-const double kExplained = std::sqrt(12 * 4 * std::ldexp(1.0, -16));
-
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-Vec Read(const SafetensorsFile& file, const char* name) {
-  const TensorView& tensor = file.at(name);
-  Vec x(size(tensor.elements()));
-  widen(tensor, 0, x.size(), x.data());
-  return x;
-}
-
 double Bf16(double x) { return round_to(parse_format("bf16").element, static_cast<float>(x)); }
-
-double Distance(const Vec& a, const Vec& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double sum = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum = std::hypot(sum, a[i] - b[i]);
-  return sum;
-}
-double Norm(const Vec& a) { return Distance(a, Vec(a.size(), 0)); }
 
 /// One kernel's file: what was accepted, cursors, flushes.
 struct File {
   SafetensorsFile plain, spec;
-  Vec meta = Read(spec, "meta"), accepted = Read(spec, "accepted"), cursor_flush = Read(spec, "cursor_flush"),
-      y = Read(spec, "y"), checkpoint = Read(spec, "checkpoint"), state0 = Read(plain, "state0"),
-      dt_bias = Read(plain, "dt_bias");
+  Vec meta = ReadAs<double>(spec, "meta"), accepted = ReadAs<double>(spec, "accepted"),
+      cursor_flush = ReadAs<double>(spec, "cursor_flush"), y = ReadAs<double>(spec, "y"),
+      checkpoint = ReadAs<double>(spec, "checkpoint"), state0 = ReadAs<double>(plain, "state0"),
+      dt_bias = ReadAs<double>(plain, "dt_bias");
 
   explicit File(const std::string& name)
       : plain(std::string(REPLAYSSM_TEST_DATA "/kernels/") + name + ".safetensors"),
@@ -95,8 +75,8 @@ Decoded Decode(const File& file, const RecurrenceShape& shape, const char* polic
 
 struct MambaFile : File {
   RecurrenceShape shape{Recurrence::mamba2, kHeads, 2, 64, 128};
-  Vec x = Read(spec, "x"), B = Read(spec, "B"), C = Read(spec, "C"), dt = Read(spec, "dt"), A = Read(plain, "A"),
-      D = Read(plain, "D"), A_log;
+  Vec x = ReadAs<double>(spec, "x"), B = ReadAs<double>(spec, "B"), C = ReadAs<double>(spec, "C"),
+      dt = ReadAs<double>(spec, "dt"), A = ReadAs<double>(plain, "A"), D = ReadAs<double>(plain, "D"), A_log;
 
   MambaFile() : File("mamba2") {
     for (const double a : A) A_log.push_back(std::log(-a));
@@ -164,7 +144,8 @@ TEST(SpeculativeGolden, Mamba2) {
 
 struct DeltaFile : File {
   RecurrenceShape shape{Recurrence::gated_delta, kHeads, 2, 128, 128};
-  Vec qkv = Read(spec, "qkv"), a = Read(spec, "a"), b = Read(spec, "b"), A_log = Read(plain, "A_log");
+  Vec qkv = ReadAs<double>(spec, "qkv"), a = ReadAs<double>(spec, "a"), b = ReadAs<double>(spec, "b"),
+      A_log = ReadAs<double>(plain, "A_log");
 
   DeltaFile() : File("gdn") {}
   LayerInputs<double> inputs(std::int64_t round, std::int64_t r) const {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/safetensors.h"
 #include "tests/cuda/layer.h"
+#include "tests/support/goldens.h"
 
 namespace replayssm::cuda::tests {
 namespace {
@@ -14,38 +14,7 @@ using Vec = std::vector<double>;
 
 constexpr int kTokens = 40, kLength = 8;
 constexpr std::int64_t kRows = 2;
-const double kHalfUlp = std::ldexp(1.0, -8);  // of bf16, relative
-// An emulation in binary64 rounds another way where the kernel's fp32 value was within its error, say 4 roundings, of a
-// midpoint: of a share of 4 2^-24 / 2^-8 of the elements, by a whole ulp, against the 1/sqrt(12) ulp of an element that
-// the kernel rounds and the emulation does not.
-const double kExplained = std::sqrt(12 * 4 * std::ldexp(1.0, -16));
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-std::vector<float> Read(const SafetensorsFile& file, const char* name) {
-  const TensorView& tensor = file.at(name);
-  std::vector<float> x(size(tensor.elements()));
-  widen(tensor, 0, x.size(), x.data());
-  return x;
-}
-
-template <class Real>
-std::vector<Real> Part(const std::vector<Real>& x, std::size_t i, std::size_t parts) {
-  const auto n = static_cast<std::ptrdiff_t>(x.size() / parts);
-  return {x.begin() + static_cast<std::ptrdiff_t>(i) * n, x.begin() + static_cast<std::ptrdiff_t>(i + 1) * n};
-}
-
-template <class A, class B>
-double Distance(const A& a, const B& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double sum = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum = std::hypot(sum, double{a[i]} - double{b[i]});
-  return sum;
-}
-template <class A>
-double Norm(const A& a) {
-  return Distance(a, Vec(a.size(), 0));
-}
 /// Half an ulp of fp32 of every value.
 template <class A>
 double Rounding(const A& a) {
@@ -94,9 +63,10 @@ INSTANTIATE_TEST_SUITE_P(, Golden, testing::ValuesIn(machine_names()));
 struct MambaFile {
   SafetensorsFile file{REPLAYSSM_TEST_DATA "/kernels/mamba2.safetensors"};
   Case setup{.shape = {Recurrence::mamba2, 4, 2, 64, 128}, .ring = Scalar::bf16, .input = Scalar::bf16, .rows = kRows};
-  Parameters parameters{{}, Read(file, "dt_bias"), Read(file, "D")};
-  std::vector<float> x = Read(file, "x"), B = Read(file, "B"), C = Read(file, "C"), dt = Read(file, "dt"),
-                     A = Read(file, "A"), state0 = Read(file, "state0");
+  Parameters parameters{{}, ReadAs<float>(file, "dt_bias"), ReadAs<float>(file, "D")};
+  std::vector<float> x = ReadAs<float>(file, "x"), B = ReadAs<float>(file, "B"), C = ReadAs<float>(file, "C"),
+                     dt = ReadAs<float>(file, "dt"), A = ReadAs<float>(file, "A"),
+                     state0 = ReadAs<float>(file, "state0");
 
   MambaFile() {
     for (const float a : A) parameters.A_log.push_back(std::log(-a));
@@ -134,14 +104,14 @@ struct MambaFile {
 TEST_P(Golden, Mamba2) {
   MambaFile golden;
   const Vec truth = golden.states(1, false);
-  const auto published = Read(golden.file, "eager_f32_state"),
-             replayed = Read(golden.file, "replay_output_only_L8_f32_state");
+  const auto published = ReadAs<float>(golden.file, "eager_f32_state"),
+             replayed = ReadAs<float>(golden.file, "replay_output_only_L8_f32_state");
   const double fair = 2 * Distance(published, truth) + Rounding(truth);
   {
     Layer layer(on(), golden.setup, golden.parameters);
     const Decoded run = Decode(layer, golden.state0, golden.tokens());
     EXPECT_LE(Distance(run.states, truth), fair);
-    ExpectRounded(run.y, Read(golden.file, "eager_f32_y"));
+    ExpectRounded(run.y, ReadAs<float>(golden.file, "eager_f32_y"));
   }
   for (const bool split : {false, true}) {
     Case setup = golden.setup;
@@ -152,7 +122,7 @@ TEST_P(Golden, Mamba2) {
     EXPECT_LE(Distance(run.states, truth), fair) << "a bf16 ring loses nothing of bf16 inputs";
     // The published kernels round the weights of the records to bf16, and y.
     for (const char* name : {"replay_output_only_L8_f32_y", "replay_state_and_output_L8_f32_y"}) {
-      EXPECT_LE(Distance(run.y, Read(golden.file, name)), 2 * kHalfUlp * Norm(run.y)) << name;
+      EXPECT_LE(Distance(run.y, ReadAs<float>(golden.file, name)), 2 * kHalfUlp * Norm(run.y)) << name;
     }
     EXPECT_LE(Distance(run.states, replayed), kHalfUlp * Norm(truth));
   }
@@ -165,8 +135,9 @@ TEST_P(Golden, Mamba2) {
 struct DeltaFile {
   SafetensorsFile file{REPLAYSSM_TEST_DATA "/kernels/gdn.safetensors"};
   Case setup{.shape = {Recurrence::gated_delta, 4, 2, 128, 128}, .ring = Scalar::bf16, .rows = kRows};
-  Parameters parameters{Read(file, "A_log"), Read(file, "dt_bias"), {}};
-  std::vector<float> qkv = Read(file, "qkv"), a = Read(file, "a"), b = Read(file, "b"), state0 = Read(file, "state0");
+  Parameters parameters{ReadAs<float>(file, "A_log"), ReadAs<float>(file, "dt_bias"), {}};
+  std::vector<float> qkv = ReadAs<float>(file, "qkv"), a = ReadAs<float>(file, "a"), b = ReadAs<float>(file, "b"),
+                     state0 = ReadAs<float>(file, "state0");
 
   /// `rounded`: inputs that give sigmoid(b) rounded to bf16.
   std::vector<TokenInputs> tokens(bool rounded) const {
@@ -253,7 +224,8 @@ struct DeltaFile {
 TEST_P(Golden, GatedDeltaNet) {
   DeltaFile golden;
   const Vec truth = golden.states(false, false), emulated = golden.states(true, false);
-  const auto published = Read(golden.file, "eager_f32_state"), replayed = Read(golden.file, "replay_L8_f32_state");
+  const auto published = ReadAs<float>(golden.file, "eager_f32_state"),
+             replayed = ReadAs<float>(golden.file, "replay_L8_f32_state");
   EXPECT_LE(Distance(published, emulated), kExplained * Distance(published, truth))
       << "what the published kernel does differently is the rounding of sigmoid(b)";
   const double fair = 2 * Distance(published, emulated) + Rounding(truth);
@@ -266,7 +238,7 @@ TEST_P(Golden, GatedDeltaNet) {
     Layer layer(on(), golden.setup, golden.parameters);
     const Decoded run = Decode(layer, golden.state0, golden.tokens(true));
     EXPECT_LE(Distance(run.states, emulated), fair + 4 * Rounding(truth));
-    ExpectRounded(run.y, Read(golden.file, "eager_f32_y"));
+    ExpectRounded(run.y, ReadAs<float>(golden.file, "eager_f32_y"));
   }
   for (const bool split : {false, true}) {
     Case setup = golden.setup;
@@ -277,7 +249,7 @@ TEST_P(Golden, GatedDeltaNet) {
     const Decoded run = Decode(layer, golden.state0, golden.tokens(false));
     // Roundings to bf16 that only the published kernel has, or has elsewhere: beta, records, their weights; and y.
     EXPECT_LE(Distance(run.states, replayed), 3 * kHalfUlp * Norm(truth));
-    EXPECT_LE(Distance(run.y, Read(golden.file, "replay_L8_f32_y")), 4 * kHalfUlp * Norm(run.y));
+    EXPECT_LE(Distance(run.y, ReadAs<float>(golden.file, "replay_L8_f32_y")), 4 * kHalfUlp * Norm(run.y));
   }
   EXPECT_LE(Distance(replayed, golden.states(true, true)), kExplained * Distance(replayed, truth) + fair)
       << "what the published replay does differently is the rounding of beta, u, k and the weights of the records";

@@ -2,10 +2,8 @@
 // tests/data/README.md. Cursors and flushes have to be theirs exactly, outputs and checkpoints up to the roundings that
 // those kernels make. The checkpoints are also held against binary64, by sums over each flush.
 
-#include <cmath>
-
-#include "core/safetensors.h"
 #include "tests/cuda/windows.h"
+#include "tests/support/goldens.h"
 
 namespace replayssm::cuda::tests {
 namespace {
@@ -13,39 +11,13 @@ namespace {
 using Vec = std::vector<double>;
 
 constexpr std::size_t kRounds = 10, kRows = 2, kTokens = 4, kHeads = 4;
-const double kHalfUlp = std::ldexp(1.0, -8);  // of bf16, relative
-
-std::vector<float> Read(const SafetensorsFile& file, const char* name) {
-  const TensorView& tensor = file.at(name);
-  std::vector<float> x(static_cast<std::size_t>(tensor.elements()));
-  widen(tensor, 0, x.size(), x.data());
-  return x;
-}
-
-std::vector<float> Part(const std::vector<float>& x, std::size_t i, std::size_t parts) {
-  const auto n = static_cast<std::ptrdiff_t>(x.size() / parts);
-  return {x.begin() + static_cast<std::ptrdiff_t>(i) * n, x.begin() + static_cast<std::ptrdiff_t>(i + 1) * n};
-}
-
-template <class A, class B>
-double Distance(const A& a, const B& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double sum = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum = std::hypot(sum, double{a[i]} - double{b[i]});
-  return sum;
-}
-template <class A>
-double Norm(const A& a) {
-  return Distance(a, Vec(a.size(), 0));
-}
-
 /// One kernel's files.
 struct File {
   SafetensorsFile plain, spec;
-  std::vector<float> meta = Read(spec, "meta"), accepted = Read(spec, "accepted"),
-                     cursor_flush = Read(spec, "cursor_flush"), y = Read(spec, "y"),
-                     checkpoint = Read(spec, "checkpoint"), state0 = Read(plain, "state0"),
-                     dt_bias = Read(plain, "dt_bias");
+  std::vector<float> meta = ReadAs<float>(spec, "meta"), accepted = ReadAs<float>(spec, "accepted"),
+                     cursor_flush = ReadAs<float>(spec, "cursor_flush"), y = ReadAs<float>(spec, "y"),
+                     checkpoint = ReadAs<float>(spec, "checkpoint"), state0 = ReadAs<float>(plain, "state0"),
+                     dt_bias = ReadAs<float>(plain, "dt_bias");
 
   explicit File(const std::string& name)
       : plain(std::string(REPLAYSSM_TEST_DATA "/kernels/") + name + ".safetensors"),
@@ -93,9 +65,9 @@ INSTANTIATE_TEST_SUITE_P(, WindowGolden, testing::ValuesIn(machine_names()));
 
 TEST_P(WindowGolden, Mamba2) {
   const File file("mamba2");
-  const auto x = Read(file.spec, "x"), B = Read(file.spec, "B"), C = Read(file.spec, "C"), dt = Read(file.spec, "dt"),
-             A = Read(file.plain, "A");
-  Parameters parameters{{}, file.dt_bias, Read(file.plain, "D")};
+  const auto x = ReadAs<float>(file.spec, "x"), B = ReadAs<float>(file.spec, "B"), C = ReadAs<float>(file.spec, "C"),
+             dt = ReadAs<float>(file.spec, "dt"), A = ReadAs<float>(file.plain, "A");
+  Parameters parameters{{}, file.dt_bias, ReadAs<float>(file.plain, "D")};
   for (const float a : A) parameters.A_log.push_back(std::log(-a));
   std::vector<TokenInputs> rounds;
   for (std::size_t i = 0; i < kRounds; ++i) {
@@ -139,8 +111,9 @@ TEST_P(WindowGolden, Mamba2) {
 
 TEST_P(WindowGolden, GatedDeltaNet) {
   const File file("gdn");
-  const auto qkv = Read(file.spec, "qkv"), a = Read(file.spec, "a"), b = Read(file.spec, "b");
-  const Parameters parameters{Read(file.plain, "A_log"), file.dt_bias, {}};
+  const auto qkv = ReadAs<float>(file.spec, "qkv"), a = ReadAs<float>(file.spec, "a"),
+             b = ReadAs<float>(file.spec, "b");
+  const Parameters parameters{ReadAs<float>(file.plain, "A_log"), file.dt_bias, {}};
   std::vector<TokenInputs> rounds;
   for (std::size_t i = 0; i < kRounds; ++i) {
     TokenInputs in;

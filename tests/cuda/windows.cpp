@@ -7,28 +7,6 @@ std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 }  // namespace
 
-Windows::Windows(Machine& machine, const Case& the_setup, unsigned seed)
-    : Layer(machine, the_setup, seed),
-      count(machine),
-      origin(machine),
-      cursor(machine),
-      accepted(machine),
-      refused(machine),
-      on_(machine) {
-  begin();
-}
-
-Windows::Windows(Machine& machine, const Case& the_setup, const Parameters& the_parameters, unsigned seed)
-    : Layer(machine, the_setup, the_parameters, seed),
-      count(machine),
-      origin(machine),
-      cursor(machine),
-      accepted(machine),
-      refused(machine),
-      on_(machine) {
-  begin();
-}
-
 void Windows::begin() {
   common().held = nullptr;
   std::vector<std::int32_t> origins;

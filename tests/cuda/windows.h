@@ -7,10 +7,18 @@
 namespace replayssm::cuda::tests {
 
 class Windows : public Layer {
+  Machine& on_;
+
  public:
   /// As a Layer; `setup` has a window. Origins are random, nothing is held; every row has T tokens.
-  Windows(Machine& machine, const Case& the_setup, unsigned seed = 1);
-  Windows(Machine& machine, const Case& the_setup, const Parameters& the_parameters, unsigned seed = 1);
+  explicit Windows(Machine& machine, const Case& the_setup, unsigned seed = 1)
+      : Layer(machine, the_setup, seed), on_(machine) {
+    begin();
+  }
+  Windows(Machine& machine, const Case& the_setup, const Parameters& the_parameters, unsigned seed = 1)
+      : Layer(machine, the_setup, the_parameters, seed), on_(machine) {
+    begin();
+  }
 
   /// verify() of rows with `counts` tokens; fetches all memory. Returns y [tokens, heads head_dim], NaN where nobody
   /// wrote.
@@ -27,13 +35,12 @@ class Windows : public Layer {
   std::int32_t held_by(std::int64_t at) const { return cursor.here[static_cast<std::size_t>(at)]; }
 
   Window window;  ///< what verify() and commit() are told
-  Array<std::int32_t> count, origin, cursor, accepted, refused;
+  Array<std::int32_t> count{on_}, origin{on_}, cursor{on_}, accepted{on_}, refused{on_};
 
  private:
   void begin();
   template <class Plan>
   std::vector<float> run(const TokenInputs& inputs, const Plan& plan);
-  Machine& on_;
 };
 
 /// A test of windows on each machine that has a kernel for them.
